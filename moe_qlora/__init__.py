@@ -21,8 +21,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import world as _world
-
 __version__ = "0.3.0"
 
 _NAMES = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -47,10 +45,6 @@ _REMOVED = {
     "serve_check": _SERVE,
     "ServeReport": _SERVE,
 }
-
-
-_world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
-_world.provide_offloading(lambda: import_module(".train.offload", __name__).offload_experts)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,10 +16,10 @@ from .detection.detect import detect
 from .errors import (
     ConfigError,
     DetectionError,
-    NonFiniteWeightError,
     QuantizationError,
     UnsupportedWeightError,
 )
+from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
 from .layout import (
@@ -33,15 +33,13 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
-from .packing.codec import LARGEST, first_nonfinite, pack
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
     SKIPPED,
-    WeightSelection,
     select_weights,
 )
-from .packing.settings import CodecSettings, why_not
+from .packing.settings import CodecSettings
 from .progress import Progress, reporting
 from .world import offload
 
@@ -91,7 +89,9 @@ def quantize_experts(
     if not layout:
         return _nothing_found(layout, missing_ok)
     selections = select_weights(model, layout, config, settings)
-    _refuse(model, [s.param for s in selections if s.status == QUANTIZED], settings)
+    for param, status, _ in selections:
+        if status == QUANTIZED:
+            check_weight(param.name, _weight(model, param.name), settings)
     with reporting(progress, "Packing experts", "Packed experts") as report:
         rows = _pack_selected(model, selections, settings, report)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
@@ -267,38 +267,22 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
             )
 
 
-def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:
-    for param in params:
-        reason = why_not(_weight(model, param.name), settings)
-        if reason is not None:
-            raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was changed.")
-    for param in params:
-        weight = _weight(model, param.name)
-        index = first_nonfinite(weight, LARGEST)
-        if index is not None:
-            value = float(weight.detach()[index])
-            raise NonFiniteWeightError(
-                f"{param.name} holds {value} at index {list(index)}, and a block with it could not "
-                "be decoded: repair the checkpoint. Nothing was changed."
-            )
-
-
 def _pack_selected(
-    model: nn.Module, selections: list[WeightSelection], settings: CodecSettings, report: Progress
-) -> tuple[ReportRow, ...]:
-    rows: list[ReportRow] = []
-    total = sum(selection.status == QUANTIZED for selection in selections)
-    done: list[str] = []
-    for selection in selections:
-        name = selection.param.name
+    model: nn.Module, selections: list[tuple[ExpertParam, str, str]], settings: CodecSettings,
+    report: Progress,
+) -> tuple[ReportRow, ...]:  # fmt: skip
+    rows, done, offloads = list[ReportRow](), list[str](), asked().offload
+    total = sum(status == QUANTIZED for _, status, _ in selections)
+    for param, status, reason in selections:
+        name = param.name
         module, leaf = parametrize.owner_of(model, name)
         packed = parametrize.is_packed(module, leaf)
         weight: Any = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
         before = after = weight.nbytes
-        if selection.status == QUANTIZED:
+        if status == QUANTIZED:
             report(len(done), total, name)
             try:
-                after = _pack_one(model, selection.param, weight, settings)
+                after = pack_parameter(model, param, weight, settings, offloads=offloads)
             except Exception as error:
                 raise QuantizationError(
                     f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
@@ -307,27 +291,9 @@ def _pack_selected(
                 ) from error
             done.append(name)
         del weight  # before the next is packed
-        rows.append(ReportRow(name, selection.status, selection.reason, before, after))
+        rows.append(ReportRow(name, status, reason, before, after))
     report(len(done), total, "")
     return tuple(rows)
-
-
-def _pack_one(model: nn.Module, param: ExpertParam, weight: Tensor, settings: CodecSettings) -> int:
-    packed = pack(weight, settings)
-    if asked().offload:  # So that the device holds one packed weight at a time
-        packed = packed.to("cpu")
-    owners = [parametrize.owner_of(model, name) for name in param.names]
-    # Others are packed already, as an alias through a shared module is by now.
-    owners = [owner for owner in dict.fromkeys(owners) if not parametrize.is_packed(*owner)]
-    try:
-        for module, leaf in owners:
-            parametrize.attach(module, leaf, packed)
-    except BaseException:
-        for module, leaf in owners:
-            if parametrize.is_packed(module, leaf):
-                parametrize.detach(module, leaf, weight)
-        raise
-    return packed.nbytes
 
 
 def _weight(model: nn.Module, name: str) -> Tensor:

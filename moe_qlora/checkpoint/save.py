@@ -33,7 +33,7 @@ from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
-from ..world import NOT_GIVEN, WholeTensor, World, world_of
+from ..world import NOT_GIVEN, WholeTensor, world
 from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .manifest import (
     CONFIG,
@@ -89,12 +89,12 @@ def save_pretrained(
         return
     if variant or kwargs.get("distributed_checkpoint"):
         raise ConfigError("variant and distributed_checkpoint are not for packed experts.")
-    ranks = world_of(self)
+    ranks = world()
     state_dict = ranks.state_dict_to_save(self, state_dict)
-    writes = ranks.first and is_main_process
+    writes = ranks.is_first() and is_main_process
     if state_dict is None or not (writes or ranks.is_divided(self, state_dict)):
         return
-    tensors = _tensors_to_save(self, state_dict, ranks)
+    tensors = _tensors_to_save(self, state_dict)
     folder = absolute(os.fspath(save_directory))
 
     def write(read: Callable[[str], Tensor]) -> None:
@@ -127,9 +127,7 @@ def save_pretrained(
     ranks.gather_to_first(tensors, write, f"Saving to {folder}")
 
 
-def _tensors_to_save(
-    model: Any, state_dict: Mapping[str, Any], ranks: World
-) -> dict[str, WholeTensor]:
+def _tensors_to_save(model: Any, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     # whether parameters are one, which copies and shares of them do not tell
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -138,7 +136,7 @@ def _tensors_to_save(
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
     saved: dict[str, WholeTensor] = {}
-    for key, tensor in ranks.whole_tensors(model, state_dict).items():
+    for key, tensor in world().whole_tensors(model, state_dict).items():
         if ".lora_" in key or ".base_layer." in key or ".modules_to_save." in key:
             raise AdapterError(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "

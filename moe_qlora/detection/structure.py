@@ -148,7 +148,7 @@ def dispatches(module: nn.Module) -> bool:
 
 
 def written_class(module: nn.Module) -> type:
-    """Return the class that a model's code defines, below those that packing derives from it."""
+    """Return the class of the model's code, below the classes that packing derives from it."""
     return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
 
 

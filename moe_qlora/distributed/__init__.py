@@ -3,8 +3,8 @@
 Only code for several ranks is here; other rooms reach it through world.py. The engines are
 torch.distributed's and transformers' own. Open load_sharded.py first.
 
-load_sharded.py  fills each rank's shares of a model, also for transformers' `DistributedConfig`
+load_sharded.py  shards a model before it is filled (hf/fill.py); transformers' `DistributedConfig`
 sharding.py      makes every tensor of a packed weight a parameter, which engines shard
 gather.py        a whole state dict from all ranks; checks that these were given the same
-ranks.py         implements world.py's interface
+ranks.py         what other rooms ask by `world()`; serves one process too
 """

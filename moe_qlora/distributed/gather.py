@@ -20,9 +20,9 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import read
+from ..packing.parametrize import Place, packed_places
 from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor
-from .sharding import Place, packed_places
 
 _Result = TypeVar("_Result")
 
@@ -60,10 +60,6 @@ def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id")
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(getattr(tensor, "ds_shape", getattr(tensor, "shape", ())))
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Gather a share's whole tensor on its group's device, with all ranks; return others as is."""
     if not _is_sharded(tensor):
@@ -76,6 +72,13 @@ def whole(tensor: Tensor) -> Tensor:
     sharded: Any = tensor.detach()
     sharded = sharded.to(sharded.device_mesh.device_type)  # it may be offloaded
     return cast(Tensor, sharded.full_tensor())
+
+
+def plain_tensor(value: Any) -> WholeTensor:
+    """Return a function that gathers a tensor that is no part of a packed weight."""
+    shape = tuple(getattr(value, "ds_shape", getattr(value, "shape", ())))
+    dtype: Any = getattr(value, "dtype", None)
+    return WholeTensor(dtype, shape, value, partial(whole, value), _is_sharded(value))
 
 
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
@@ -91,27 +94,19 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
         if not all(key in state_dict for key in (place.codes, *keys.values())):
             continue
         entries = _entries(place, keys, state_dict)
-        replaced |= {key: {} for key in keys.values()}
-        if place.leaf != "weight":
-            replaced[place.codes] = entries
-            continue
-        replaced[place.codes] = {place.codes: entries.pop(place.codes)}
-        if not place.decoder.is_4bit:
-            at = place.name.removesuffix("weight")
-            rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
-            (scales,) = entries.values()
-            entries = {f"{at}SCB": scales, f"{at}weight_format": plain_tensor(rows)}
-        replaced[next(iter(keys.values()))] = entries
+        replaced |= {key: {} for key in keys.values()} | {place.codes: entries}
+        if place.leaf == "weight":  # a Linear layer's statistics stand where its parameters do
+            replaced[place.codes] = {place.codes: entries.pop(place.codes)}
+            if not place.decoder.is_4bit:
+                at = place.name.removesuffix("weight")
+                rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
+                (scales,) = entries.values()
+                entries = {f"{at}SCB": scales, f"{at}weight_format": plain_tensor(rows)}
+            replaced[next(iter(keys.values()))] = entries
     tensors: dict[str, WholeTensor] = {}
     for key, value in state_dict.items():
         tensors |= replaced[key] if key in replaced else {key: plain_tensor(value)}
     return tensors
-
-
-def plain_tensor(value: Any) -> WholeTensor:
-    """Return a function that gathers a tensor that is no part of a packed weight."""
-    dtype: Any = getattr(value, "dtype", None)
-    return WholeTensor(dtype, _shape(value), value, partial(whole, value), _is_sharded(value))
 
 
 def _entries(
@@ -123,26 +118,21 @@ def _entries(
     """
     decoder, codes = place.decoder, state_dict[place.codes]
     packed = read(cast(Tensor, place.owner._parameters[place.leaf]), decoder)
-    codec = codec_of(packed.kind)
     parameters = {part: state_dict[own] for part, own in keys.items()}
 
-    def whole_codes() -> Tensor:
-        return whole(codes).view(-1).view(decoder.storage_dtype).view(specs[CODES].shape or ())
-
-    def statistic(end: str) -> Tensor:
+    def gather(end: str) -> Tensor:
+        if end == CODES:
+            return whole(codes).view(-1).view(decoder.storage_dtype).view(specs[end].shape or ())
         gathered = decoder.replaced({part: whole(tensor) for part, tensor in parameters.items()})
-        blank = torch.empty(_shape(codes), dtype=codes.dtype, device="meta")
-        return codec.entries(gathered.packed(blank))[end]
+        blank = torch.empty(plain_tensor(codes).shape or (), dtype=codes.dtype, device="meta")
+        return codec_of(packed.kind).entries(gathered.packed(blank))[end]
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
     specs = packed_tensors(packed.shape, CodecSettings.of(packed))
     return {
-        place.name + end: WholeTensor(
-            specs[end].dtype, specs[end].shape, codes,
-            whole_codes if end == CODES else partial(statistic, end), divided,
-        )
+        place.name + end: WholeTensor(*specs[end], codes, partial(gather, end), divided)
         for end in sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
-    }  # fmt: skip
+    }
 
 
 def gather_to_first(
@@ -263,17 +253,13 @@ def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield values by name as text; of a configuration, each field under its full name."""
     for name, value in facts.items():
         fields = value.to_dict() if hasattr(value, "to_dict") else value
+        items = {name: value}
         if isinstance(fields, Mapping):
             # Each rank may read a copy of the base of its own.
-            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
-            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
-        else:
-            yield name, _text(value)
-
-
-def _text(value: Any) -> str:
-    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-    return f"{value!r:.200}"
+            items = {f"{name}.{k}": v for k, v in fields.items() if k != "base_model_name_or_path"}
+        for full, one in items.items():
+            ordered = sorted(one, key=str) if isinstance(one, (set, frozenset)) else one
+            yield full, f"{ordered!r:.200}"
 
 
 def from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:

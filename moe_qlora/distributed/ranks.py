@@ -1,4 +1,4 @@
-"""The implementation of world.py's interface for several ranks."""
+"""What other rooms ask of many ranks (`world()`); in a single process nothing is sharded."""
 
 from __future__ import annotations
 
@@ -12,80 +12,80 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
 from ..packing.decoders import PackedList, is_share
-from ..packing.parametrize import (
-    iter_packed,
-    read_packed,
-)
+from ..packing.parametrize import iter_packed, read_packed
 from ..packing.settings import CodecSettings
-from ..world import CHECKED, World
-from . import gather
-from .gather import check_agreement, from_first
-from .sharding import lay_out
+from ..world import CHECKED, runs_distributed
+from . import sharding
+from .gather import (  # noqa: F401
+    check_agreement,
+    from_first,
+    gather_to_first,
+    is_divided,
+    plain_tensor,
+    state_dict_to_save,
+    whole_tensors,
+)
+from .load_sharded import RankLoad  # noqa: F401
+from .sharding import shards_integers  # noqa: F401
 
 # transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"
 
 
-class ManyRanks(World):
-    """Several ranks, each with the model or a share of it."""
+def is_first() -> bool:
+    """True if this process writes files."""
+    return not distributed.is_initialized() or distributed.get_rank() == 0
 
-    several = True
 
-    @property
-    def first(self) -> bool:
-        return not distributed.is_initialized() or distributed.get_rank() == 0
+def lay_out(model: nn.Module) -> None:
+    """Give packed weights the layout that engines can shard, if this run has several ranks."""
+    if runs_distributed():
+        sharding.lay_out(model)
 
-    def lay_out(self, model: nn.Module) -> None:
-        lay_out(model)
 
-    def load(self, distributed_config: Any) -> Any:
-        from .load_sharded import RankLoad
+def own_device() -> int | None:
+    """Return the index of this rank's CUDA device; None for the current one."""
+    # In every rank the current device is the first, unless the program has set another.
+    if not runs_distributed() or not torch.cuda.is_available() or torch.cuda.current_device():
+        return None
+    rank = distributed.get_node_local_rank(fallback_rank=0)
+    # Where each rank sees one device only, that is its own.
+    return rank if 0 < rank < torch.cuda.device_count() else None
 
-        return RankLoad(distributed_config)
 
-    def device(self) -> int | None:
-        # In every rank the current device is the first, unless the program has set another.
-        if not torch.cuda.is_available() or torch.cuda.current_device():
-            return None
-        rank = distributed.get_node_local_rank(fallback_rank=0)
-        # Where each rank sees one device only, that is its own.
-        return rank if 0 < rank < torch.cuda.device_count() else None
+def prepare_adapters(model: nn.Module, config: Any) -> None:
+    """Lay a model out before it gets adapters; raise if it is too late for them."""
+    lay_out(model)
+    names = getattr(config, "modules_to_save", None)
+    if names and _mesh(model) is not None:
+        raise ConfigError(
+            f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: "
+            "give the config to moe_qlora.load_sharded, which shards the copies too."
+        )
 
-    def prepare_adapters(self, model: nn.Module, config: Any) -> None:
-        lay_out(model)
-        names = getattr(config, "modules_to_save", None)
-        if names and _mesh(model) is not None:
-            raise ConfigError(
-                f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: "
-                "give the config to moe_qlora.load_sharded, which shards the copies too."
+
+def check_unsharded(model: nn.Module, action: str, advice: str) -> None:
+    """Raise an `AdapterError` if weights are sharded, and `action` needs whole ones."""
+    engine = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, parameter in model.named_parameters():
+        if engine or is_share(parameter):
+            raise AdapterError(
+                f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over "
+                f"ranks: {advice}."
             )
 
-    def follow_adapters(self, model: nn.Module) -> None:
-        replicate_adapters(model)
 
-    def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
-        engine = any(isinstance(module, FSDPModule) for module in model.modules())
-        for name, parameter in model.named_parameters():
-            if engine or is_share(parameter):
-                raise AdapterError(
-                    f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over "
-                    f"ranks: {advice}."
-                )
+def before_forward(model: nn.Module) -> None:
+    """Check the changes by engines to a packed model, once, before its first forward."""
+    if distributed.is_initialized():
+        _refuse_sharded_host(model)
+        if not model.__dict__.get(CHECKED) and torch.is_grad_enabled():
+            model.__dict__[CHECKED] = _check_ddp_copies(model)
 
-    def before_forward(self, model: nn.Module) -> None:
-        if distributed.is_initialized():
-            _refuse_sharded_host(model)
-            if not model.__dict__.get(CHECKED) and torch.is_grad_enabled():
-                model.__dict__[CHECKED] = _check_ddp_copies(model)
 
-    def stock_class(self, module: nn.Module) -> type:
-        return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
-
-    state_dict_to_save = staticmethod(gather.state_dict_to_save)
-    is_divided = staticmethod(gather.is_divided)
-    plain_tensor = staticmethod(gather.plain_tensor)
-    whole_tensors = staticmethod(gather.whole_tensors)
-    gather_to_first = staticmethod(gather.gather_to_first)
+def stock_class(module: nn.Module) -> type:
+    """Return the class of a module before FSDP2 replaced it."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _refuse_sharded_host(model: nn.Module) -> None:
@@ -120,7 +120,7 @@ def _check_ddp_copies(model: nn.Module) -> bool:
     return True
 
 
-def replicate_adapters(model: nn.Module) -> None:
+def follow_adapters(model: nn.Module) -> None:
     """Keep the trained parameters that FSDP2 does not manage equal on all ranks, from now on.
 
     All ranks call it. Parameters that are replaced or added later are included at the next forward.

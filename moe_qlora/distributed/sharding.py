@@ -6,10 +6,10 @@ gather both alike, and cast neither. `shards_integers` lets torch before 2.13 sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from bitsandbytes import MatmulLtState
@@ -90,37 +90,6 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
     if not decoder.is_4bit:
         return nn.Parameter(codes, requires_grad=False)
     return decoders.params4bit(codes, decoder.quant_state, PackedCodes)
-
-
-class Place(NamedTuple):
-    """Where a packed weight sits whose statistics are parameters; or a plain one."""
-
-    name: str  # of the weight
-    owner: nn.Module  # with the codes as its parameter `leaf`
-    leaf: str
-    decoder: Any = None  # with the statistics
-    codes: str = ""  # key of the codes in a state dict
-    statistics: str = ""  # begin of the keys of the statistics
-
-    def tensors(self) -> list[Any]:
-        """Return the codes or plain tensor as it is now, and the statistics."""
-        statistics = () if self.decoder is None else self.decoder.parameters()
-        return [getattr(self.owner, self.leaf), *statistics]
-
-
-def packed_places(model: nn.Module) -> Iterator[Place]:
-    """Yield each packed weight, an expert's or a Linear layer's, under all of its names."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        at = f"{name}." if name else ""
-        for leaf in parametrize.packed_names(module):
-            if not parametrize.is_foreign(module, leaf):
-                chain: Any = parametrize.parametrization_list(module, leaf)
-                own = f"{at}parametrizations.{leaf}."
-                yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
-        decoder = module._modules.get("statistics")
-        if isinstance(decoder, Decoder):
-            codes = f"{at}weight"
-            yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 
 
 class PackedCodes(Params4bit):
@@ -253,8 +222,11 @@ def shards_integers() -> Iterator[None]:
     if _takes_integers():
         yield
         return
-    stock, sharded = module.nn, module.FSDPParam
-    build = sharded.__init__
+    stock, build = module.nn, module.FSDPParam.__init__
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        floating = data.is_floating_point()
+        return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
     def keep_dtype(self: Any, mp_policy: Any) -> None:
         self.orig_dtype = self.sharded_param.dtype
@@ -266,20 +238,16 @@ def shards_integers() -> Iterator[None]:
             self.init_dtype_attrs = MethodType(keep_dtype, self)
 
     # its module only calls nn.Parameter, and needs no class
-    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _parameter}), init
+    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    module.FSDPParam.__init__ = init
     try:
         yield
     finally:
-        module.nn, sharded.__init__ = stock, build
+        module.nn, module.FSDPParam.__init__ = stock, build
 
 
 def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
-def _parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-    floating = data.is_floating_point()
-    return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:
@@ -308,27 +276,3 @@ def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options
         for block in blocks[::-1]:
             fully_shard(block, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
-
-
-def allocate(
-    model: nn.Module, device: torch.device, parameters: torch.device | None = None
-) -> None:
-    """Replace a sharded model's meta tensors by empty ones: this rank's shards only.
-
-    `parameters` is the parameters' device, by default `device` as for all else.
-    """
-    places: Mapping[bool, torch.device] = {True: parameters or device, False: device}
-    owned = {id(parameter) for parameter in model.parameters()}
-
-    def empty(tensor: Tensor) -> Tensor:
-        place = places[id(tensor) in owned or isinstance(tensor, nn.Parameter)]
-        return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
-
-    model._apply(empty)
-
-
-def device_of(mesh: Any) -> torch.device:
-    """Return this rank's device."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,18 @@ from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whol
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
 from ..packing.parametrize import is_autocast_on
-from .operands import LoraFactors, PackedOperand, active_lora, read_operand
+from .operands import (
+    LoraFactors,
+    PackedOperand,
+    active_lora,
+    read_operand,
+    read_record,
+    record_of,
+)
 
 _LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}  # By CUDA device; set by eager calls
-_GATE = "_moe_qlora_gate"
+_MOST_FORMS = 64  # Decisions that a module remembers
 
 
 class Backend(NamedTuple):
@@ -67,7 +74,30 @@ def stored_transposed(module: Any, weight: Operand | None) -> bool:
 
 
 def choose_backend(module: Any, call: Call) -> Backend:
-    """Return the backend of a call of this module, and why."""
+    """Return the backend of a call of this module, and why.
+
+    It is decided once for a module and a form of call, which the module's record then has: dtype,
+    device and autocast, the weights attached, their place, and the adapters' ranks, dtypes,
+    scalings and dropout. Of the number of tokens it matters whether there are any.
+    """
+    if torch.compiler.is_compiling():  # once for a graph
+        return _decide(module, call)
+    x, packed = call.x, cast(Any, call.weights)
+    weights = tuple(w and (w.serial or w.spec, w.codes.device, type(w.codes)) for w in packed)
+    lora = tuple(tuple((f.scaling, f.a.dtype, len(f.a), f.drops) for f in fs) for fs in call.lora)
+    biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
+    trained = tuple(bias.requires_grad for bias in biases)
+    card = call.card or planned_card(x.device)
+    key = x.dtype, x.device, x.numel() > 0, call.autocast, card, weights, lora, trained
+    known = record_of(module).backends
+    if key not in known:
+        if len(known) >= _MOST_FORMS:  # scalings may change at each step
+            known.clear()
+        known[key] = _decide(module, call)
+    return known[key]
+
+
+def _decide(module: Any, call: Call) -> Backend:
     if call.weights[0] is None and call.weights[1] is None:
         return UNPACKED
     obstacle = fused_obstacle(module, call)
@@ -98,7 +128,7 @@ def _warn_of_float32(dtype: torch.dtype) -> None:
 
 
 def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a list of reasons
-    """Return why the fused layer does not compute a call, None where it does."""
+    """Return the reason against the fused layer for a call, or None."""
     x, autocast = call.x, call.autocast
     dtype = autocast or x.dtype
     if not (kernels_run(x.device) if call.card is None else suits(call.card)):
@@ -233,11 +263,13 @@ def find_gate(module: Any) -> tuple[Any, ...] | None:
     """Return the fields of `gate_kernels.Gate` that compute the module's gate; None if none do.
 
     No name says what a gate computes: it is compared once, on the CPU in fp64, with every
-    combination of the kernels' activations and the module's numbers. The module caches the result.
+    combination of the kernels' activations and the module's numbers. The module's record has it.
     """
-    if _GATE not in module.__dict__ and not torch.compiler.is_compiling():
-        module.__dict__[_GATE] = _find_gate(module)
-    return module.__dict__.get(_GATE)
+    record = read_record(module)
+    if not record.gate_sought and not torch.compiler.is_compiling():
+        record = record_of(module)
+        record.gate, record.gate_sought = _find_gate(module), True
+    return record.gate
 
 
 @torch.no_grad()

@@ -6,16 +6,16 @@ k assignments a token, R = T k rows sorted by expert:
 
     experts_forward(module, hidden_states, top_k_index, top_k_weights)
       |  read_call        backend.py: both packed weights, active LoRA factors, autocast
-      |  choose_backend   backend.py: one of these, and why
+      |  choose_backend   backend.py: one of these, and why; once for a form of call
       +- "unpacked": no expert weight is packed: the forward selected before `activate`
       +- "fused layer": on CUDA, 16-bit activations, both projections as one operation
-      |     fused.run              eager: one autograd node; compiled: one custom operator
-      |       kernels/moe_layer.py   routing, x [W1 | B1], the gate, h [W2 | B2], sums to tokens
+      |     eager: kernels/moe_layer.py, then one autograd node; compiled: one custom operator
+      |         routing, x [W1 | B1], the gate, h [W2 | B2], sums to tokens
       |         kernels/table.py       few rows an expert: quantized_mm*.py, on the codes
       |                                else: grouped_mm.py, dequantized into workspace.py
       +- "projection by projection" or "reference loop": everything else, in plain autograd
             projection.run    a product with decoded weights, the gate, another product:
-                                grouped matmuls on CUDA in 16 bit, else expert by expert
+                                torch's grouped matmul on CUDA in 16 bit, else expert by expert
 
 No decoded weight is alive between forward and backward: backward decodes again. LoRA is two
 low-rank products added to the base product, never W + B A.
@@ -37,11 +37,13 @@ from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
 from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
+from .kept import pop_saved, save
+from .operands import read_record, record_of
+from .projection import no_autocast
 
 IMPLEMENTATION = "moe_qlora"
 
 _INTERFACE = "transformers.integrations.moe"  # defines transformers' decorator of experts
-_PREVIOUS = "_moe_qlora_previous"
 BOUND_METHODS = "_moe_qlora_methods"
 """Entry of a model's `__dict__`: the functions by name that were bound to this instance."""
 
@@ -83,14 +85,12 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     for module in model.modules():
         config = getattr(module, "config", None)
-        if id(config) in configs and dispatches(module) and _PREVIOUS not in module.__dict__:
-            module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
-            _prepare(module)
+        if id(config) in configs and dispatches(module):
+            _prepare(module, getattr(config, "_experts_implementation", None))
     for module in served:
-        if _PREVIOUS not in module.__dict__:  # of Liger's class
+        if not read_record(module).activated:  # of Liger's class
             module.__dict__.update(forward_override.LIGER_INTERFACE)
-            module.__dict__[_PREVIOUS] = None
-            _prepare(module)
+            _prepare(module, None)
         parametrize.extend_class(module, _class_members)
         forward_override.take_over(module)
     for config in configs.values():
@@ -103,9 +103,10 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 def deactivate(model: nn.Module) -> None:
     """Give every experts module back the implementation that it had before `activate`."""
     for module in model.modules():
-        if _PREVIOUS not in module.__dict__:
+        if not read_record(module).activated:
             continue
-        previous = module.__dict__.pop(_PREVIOUS)
+        record = record_of(module)
+        record.activated = False
         parametrize.restore_class(module)
         forward_override.give_back(module)
         if forward_override.of_liger(module):
@@ -113,7 +114,7 @@ def deactivate(model: nn.Module) -> None:
                 module.__dict__.pop(name, None)
         else:
             config: Any = module.config
-            config._experts_implementation_internal = previous
+            config._experts_implementation_internal = record.previous
 
 
 def can_serve(module: nn.Module) -> bool:
@@ -136,7 +137,7 @@ def asks_for_lora(module: Any) -> bool:
     bound = forward_override.bound_forward(module)
     if not parametrize.holds_packed(module) or bound is not None:
         return False
-    if _PREVIOUS not in module.__dict__ and not goes_through_interface(module):
+    if not read_record(module).activated and not goes_through_interface(module):
         return False
     config = getattr(module, "config", None)
     return config is None or config._experts_implementation == IMPLEMENTATION
@@ -154,8 +155,28 @@ def experts_forward(
     backend = choose_backend(self, call)
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    compute = fused.run if backend.name == FUSED.name else projection.run
-    return compute(self, call, top_k_index, top_k_weights)
+    compiling = torch.compiler.is_compiling()
+    if backend.name != FUSED.name:
+        return projection.run(self, call, top_k_index, top_k_weights)
+    inputs = fused.read_inputs(self, call, top_k_index, top_k_weights)
+    if compiling:
+        return fused.by_operator(inputs).to(hidden_states.dtype)
+    # A kernel is launched at most 5 frames of this package from here.
+    x, weights, index, *others = inputs[:6]
+    layer, operands = fused.make_layer(inputs), fused.make_operands(x, weights, *others)
+    kernels, state = fused.layer_kernels(), None
+    with torch.no_grad(), no_autocast(x):
+        saved = pop_saved()
+        if saved is None:
+            state = kernels.gate_up_forward(layer, index, operands)
+            saved = state.routing.ints, *state.saved
+            save(saved)
+    out = fused.save_for_backward(inputs, layer, saved)
+    # A checkpoint's recomputation ends in the line before, unless the layer needs the output.
+    with torch.no_grad(), no_autocast(x):
+        state = state or kernels.gate_up_forward(layer, index, operands)
+        kernels.down_forward(layer, state, out)
+    return out.to(hidden_states.dtype)
 
 
 @cache
@@ -165,7 +186,12 @@ def _class_members(base: Any) -> Mapping[str, Any]:
     return forward_override.class_members(base, run)
 
 
-def _prepare(module: nn.Module) -> None:
+def _prepare(module: nn.Module, previous: str | None) -> None:
+    """Note the selection before, and decide beforehand: a graph cannot."""
+    record = record_of(module)
+    if record.activated:
+        return
+    record.activated, record.previous = True, previous
     find_gate(module)
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_cuda:
@@ -177,7 +203,7 @@ def _previous_forward(module: Any) -> Any:
 
     own: Any = forward_override.class_forward(module)
     eager = getattr(own, "__wrapped__", own)
-    previous = module.__dict__.get(_PREVIOUS)
+    previous = read_record(module).previous
     if previous in (None, "eager", IMPLEMENTATION):
         return eager
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)

@@ -1,7 +1,6 @@
 """A whole experts module as one operation on a GPU: eager, and as a custom operator in graphs.
 
-`run` computes a call by `kernels/moe_layer.py`, for calls that `backend.choose_backend` gives it.
-`projection.py` is the reference for every result here.
+`forward.experts_forward` draws the eager path. `projection.py` is the reference for every result.
 """
 
 from __future__ import annotations
@@ -9,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.limits import padded
-from ..kernels.weights import PackedWeight
 from .backend import Call, find_gate, stored_transposed
-from .kept import keep, take
 from .operands import LoraFactors, packed_weight
 from .projection import first_order, no_autocast, register_products
 
@@ -30,8 +27,22 @@ def layer_kernels() -> Any:
     return moe_layer
 
 
-def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
-    """Return the module's output `(T, H)` in x's dtype; `choose_backend` gave the fused layer."""
+class Inputs(NamedTuple):
+    """The tensors, contiguous, and the constants of a call."""
+
+    x: Tensor  # `(T, H)`, in the layer's dtype
+    weights: Tensor  # `(T, k)`: the routing weights
+    top_k_index: Tensor  # `(T, k)`
+    biases: Sequence[Tensor]  # Of both projections, or none
+    lora: Sequence[Tensor]  # a and b of each projection with LoRA
+    scalings: Sequence[float | None]  # Of both projections; None without LoRA
+    packed: Sequence[Any]  # Both packed weights
+    gate: Sequence[Any]  # Fields of `gate_kernels.Gate`
+    transposed: bool  # Whether the packed weights are stored `(E, in, out)`
+
+
+def read_inputs(module: Any, call: Call, index: Tensor, weights: Tensor) -> Inputs:
+    """Return the inputs of a call to which `choose_backend` gave the fused layer."""
     biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
     packed: Any = call.weights
     lora: list[Tensor] = []
@@ -40,29 +51,11 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         scalings.append(float(factors[0].scaling) if factors else None)
         lora += joined_lora(factors, weight.shape[0])
     x = call.x.to(call.autocast or call.x.dtype).contiguous()
-    routing_weights, index = routing_weights.contiguous(), index.contiguous()
     gate: Any = find_gate(module)
-    transposed = stored_transposed(module, packed[0])
-    out: Tensor
-    if torch.compiler.is_compiling():
-        act, gated, interleaved, limit, alpha, shift = gate
-        tensors = [tensor for weight in packed for tensor in weight.tensors]
-        numbers = [alpha, shift] if limit is None else [alpha, shift, limit]
-        adapted = [scaling is not None for scaling in scalings]
-        values = [scaling for scaling in scalings if scaling is not None]
-        out = torch.ops.moe_qlora.experts_layer(
-            x, routing_weights, index, biases, lora, tensors, packed[0].numbers, packed[1].numbers,
-            act, [gated, interleaved], numbers, adapted, values, transposed,
-        )[0]  # fmt: skip
-    else:
-        check_devices(x, routing_weights, index, *biases, *lora)
-        layer = make_layer(packed, gate, transposed, x.dtype)
-        work = _Work(layer, scalings, len(biases))
-        out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
-        # A checkpoint's recomputation stops before this line, unless the layer needs the output.
-        with no_autocast(x):
-            layer_kernels().down_forward(layer, work.state(), out)
-    return out if out.dtype == call.x.dtype else out.to(call.x.dtype)
+    return Inputs(
+        x, weights.contiguous(), index.contiguous(), biases, lora, scalings, packed, gate,
+        stored_transposed(module, packed[0]),
+    )  # fmt: skip
 
 
 def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]:
@@ -76,79 +69,62 @@ def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]
     return a.flatten(0, 1), b.flatten(1, 2)
 
 
-def make_layer(weights: Sequence[PackedWeight], gate: Any, transposed: bool, dtype: Any) -> Any:
-    """Return the `moe_layer.Layer` of two packed weights."""
-    kernels = layer_kernels()
-    first, second = (weight.aligned() for weight in weights)
-    return kernels.Layer(first, second, transposed, kernels.Gate(*gate), dtype)
-
-
-def check_devices(x: Tensor, *others: Tensor) -> None:
-    """Raise where tensors lie on several devices: a kernel gets addresses only."""
-    index = x.get_device()
-    if any(t.get_device() != index for t in others):
-        devices = ", ".join(sorted({str(t.device) for t in (x, *others)}))
+def make_layer(inputs: Inputs) -> Any:
+    """Return the `moe_layer.Layer` of a call, whose tensors must lie on one device."""
+    kernels, x = layer_kernels(), inputs.x
+    first, second = (weight.aligned() for weight in inputs.packed)
+    tensors = *inputs[1:3], *inputs.biases, *inputs.lora, first.codes, second.codes
+    device = x.get_device()
+    if any(tensor.get_device() != device for tensor in tensors):  # a kernel gets addresses only
+        devices = ", ".join(sorted({str(tensor.device) for tensor in (x, *tensors)}))
         raise ValueError(f"an experts layer's tensors lie on several devices: {devices}.")
+    return kernels.Layer(first, second, inputs.transposed, kernels.Gate(*inputs.gate), x.dtype)
 
 
-class _Work:
-    def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
-        self.layer, self.scalings, self.biases = layer, scalings, biases
-        self.state: Any = None  # returns the `moe_layer.ForwardState`, for the output
+def make_operands(x: Tensor, weights: Tensor, biases: Any, lora: Any, scalings: Any) -> Any:
+    """Return the `moe_layer.Operands` of a call."""
+    kernels, factors = layer_kernels(), iter(lora)
+    make = kernels.Lora
+    loras = [None if s is None else make(next(factors), next(factors), s) for s in scalings]
+    return kernels.Operands(x, weights, biases or (None, None), loras)
 
 
-def _for_backward(layer: Any) -> Any:
-    """Return the layer, or a callable that reads it again (offloaded or ZeRO-3 weights)."""
-    first, second = layer.first.again, layer.second.again
-    if first is None or second is None:
-        return layer
-    kind, constants = type(layer), layer[2:]  # Not the layer, which holds the weights
-    return lambda: kind(first().aligned(), second().aligned(), *constants)
+def save_for_backward(inputs: Inputs, layer: Any, saved: Sequence[Tensor]) -> Tensor:
+    """Return room for the output `(T, H)`, with its backward.
+
+    Non-reentrant checkpointing stops recomputing at the last saved tensor: since the output is
+    computed after it, the second projection is not recomputed.
+    """
+    first, second = layer.first.refetch, layer.second.refetch
+    if first is not None and second is not None:
+        # Offloaded or ZeRO-3 weights are read again; `layer` would hold their memory
+        kind, rest = type(layer), layer[2:]
+        layer = lambda: kind(first().aligned(), second().aligned(), *rest)  # noqa: E731
+    given = layer, inputs.scalings, len(inputs.biases), saved, inputs.x, inputs.weights
+    out: Tensor = _FusedLayer.apply(*given, *inputs.biases, *inputs.lora)
+    return out
 
 
 class _FusedLayer(torch.autograd.Function):
-    """Computes the tensors that backward needs, and allocates the output."""
-
-    # Non-reentrant checkpointing stops recomputing at the last saved tensor: since the caller
-    # computes the output, the second projection is not recomputed.
+    """Saves the tensors that backward needs, and allocates the output."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Work, index: Any, x: Tensor, weights: Any, *rest: Any) -> Tensor:
-        n = work.biases
-        operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
-        saved = take()
-        if saved is None:
-            with no_autocast(x):
-                state = layer_kernels().gate_up_forward(work.layer, index, operands)
-            saved = state.routing.ints, *state.saved
-            keep(saved)
-            work.state = lambda: state
-        else:  # Only a layer that needs the output computes again what the output is made of
-            gate_up, layer = layer_kernels().gate_up_forward, work.layer
-            work.state = lambda: gate_up(layer, index, operands)
-        ctx.work = _Work(_for_backward(work.layer), work.scalings, n)
-        ctx.save_for_backward(x, weights, *rest, *saved)
+    def forward(
+        ctx: Any, layer: Any, scalings: Any, biases: int, saved: Any, x: Tensor, *others: Tensor
+    ) -> Tensor:
+        ctx.layer, ctx.scalings, ctx.biases = layer, scalings, biases
+        ctx.save_for_backward(x, *others, *saved)
         return torch.empty_like(x)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
-        work = ctx.work
         x, weights, *rest, ints, pre, products = ctx.saved_tensors
-        n = work.biases
-        operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
-        layer = work.layer() if callable(work.layer) else work.layer
-        saved, needs_x = (ints, pre, products), ctx.needs_input_grad[2]
+        n, layer = ctx.biases, ctx.layer() if callable(ctx.layer) else ctx.layer
+        operands = make_operands(x, weights, rest[:n], rest[n:], ctx.scalings)
+        saved, needs_x = (ints, pre, products), ctx.needs_input_grad[4]
         grads = layer_backward(layer, operands, grad, saved, needs_x)
-        return None, None, grads[0], grads[1], *[None] * n, *grads[2:]
-
-
-def make_operands(x: Tensor, weights: Tensor, biases: Any, lora: Any, scalings: Any) -> Any:
-    """Return the `moe_layer.Operands`; a projection without LoRA has the scaling None."""
-    kernels, factors = layer_kernels(), iter(lora)
-    make = kernels.Lora
-    loras = [None if s is None else make(next(factors), next(factors), s) for s in scalings]
-    return kernels.Operands(x, weights, biases or (None, None), loras)
+        return *[None] * 4, *grads[:2], *[None] * n, *grads[2:]
 
 
 def layer_backward(
@@ -167,53 +143,60 @@ def layer_backward(
 
 # The custom operator of compiled graphs, whose arguments are tensors and plain numbers.
 
-_LAYER_CONSTANTS = (
-    "int[] first, int[] second, str act, bool[] gate_flags, float[] gate_numbers, "
-    "bool[] adapted, float[] scalings, bool transposed"
-)
-_LAYER_LISTS = "Tensor[] biases, Tensor[] lora, Tensor[] packed, "
-_LAYER_FORWARD = (
-    f"(Tensor x, Tensor weights, Tensor index, {_LAYER_LISTS}{_LAYER_CONSTANTS}) -> Tensor[]"
-)
-_LAYER_BACKWARD = (
-    f"(Tensor grad, Tensor x, Tensor weights, {_LAYER_LISTS}Tensor[] saved, bool needs_x, "
-    f"{_LAYER_CONSTANTS}) -> Tensor[]"
+_TENSORS = "Tensor[] biases, Tensor[] lora, Tensor[] packed"
+_CONSTANTS = "str act, int[] ints, float[] floats) -> Tensor[]"
+_FORWARD = f"(Tensor x, Tensor weights, Tensor index, {_TENSORS}, {_CONSTANTS}"
+_BACKWARD = (
+    f"(Tensor grad, Tensor x, Tensor weights, {_TENSORS}, Tensor[] saved, bool needs_x, "
+    f"{_CONSTANTS}"
 )
 
 
-def _layer_of(packed: Sequence[Tensor], dtype: torch.dtype, constants: Sequence[Any]) -> Any:
-    first, second, act, flags, (alpha, shift, *limit), _, _, transposed = constants
-    tensors = iter(packed)
-    weights = [packed_weight(tensors, numbers, dtype) for numbers in (first, second)]
-    gate = act, *flags, limit[0] if limit else None, alpha, shift
-    return make_layer(weights, gate, transposed, dtype)
+def by_operator(inputs: Inputs) -> Tensor:
+    """Return the output `(T, H)` by the custom operator; `packed` are `PackedOperand`s."""
+    first, second = inputs.packed
+    act, gated, interleaved, limit, alpha, shift = inputs.gate
+    flags = gated, interleaved, limit is not None, inputs.transposed
+    ints = [*first.numbers, *second.numbers, *map(int, flags)]
+    ints += [int(scaling is not None) for scaling in inputs.scalings]
+    floats = [limit or 0.0, alpha, shift, *(scaling or 0.0 for scaling in inputs.scalings)]
+    out: Tensor = torch.ops.moe_qlora.experts_layer(
+        *inputs[:5], [*first.tensors, *second.tensors], act, ints, floats
+    )[0]
+    return out
 
 
-def _scalings(constants: Sequence[Any]) -> list[float | None]:
-    adapted, values = constants[5], iter(constants[6])
-    return [next(values) if flag else None for flag in adapted]
+def _inputs_of(
+    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any,
+    act: str, ints: Sequence[int], floats: Sequence[float],
+) -> Inputs:  # fmt: skip
+    """Return the inputs from which `by_operator` made its arguments."""
+    tensors, *numbers = iter(packed), ints[:6], ints[6:12]
+    gated, interleaved, limited, transposed, *adapted = map(bool, ints[12:])
+    limit, alpha, shift, *values = floats
+    scalings = [value if flag else None for value, flag in zip(values, adapted, strict=True)]
+    weights_of = [packed_weight(tensors, each, x.dtype) for each in numbers]
+    gate = act, gated, interleaved, limit if limited else None, alpha, shift
+    return Inputs(x, weights, index, biases, lora, scalings, weights_of, gate, transposed)
 
 
-def _layer_forward(
-    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
-) -> list[Tensor]:
-    layer = _layer_of(packed, x.dtype, constants)
-    check_devices(x, weights, index, *biases, *lora, layer.first.codes, layer.second.codes)
-    kernels = layer_kernels()
+def _layer_forward(x: Tensor, *others: Any) -> list[Tensor]:
+    inputs, kernels = _inputs_of(x, *others), layer_kernels()
+    layer = make_layer(inputs)
     with torch.no_grad(), no_autocast(x):
-        operands = make_operands(x, weights, biases, lora, _scalings(constants))
-        state = kernels.gate_up_forward(layer, index, operands)
+        operands = make_operands(x, inputs.weights, inputs.biases, inputs.lora, inputs.scalings)
+        state = kernels.gate_up_forward(layer, inputs.top_k_index, operands)
         out = kernels.down_forward(layer, state)
     return [out, state.routing.ints, *state.saved]
 
 
 def _layer_forward_fake(
-    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
-) -> list[Tensor]:
+    x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, act: str,
+    ints: Sequence[int], floats: Any,
+) -> list[Tensor]:  # fmt: skip
     from ..kernels.routing import ints_size  # needs Triton
 
-    experts, rows, columns = constants[0][-3:]
-    transposed, count = constants[-1], index.numel()
+    (experts, rows, columns), transposed, count = ints[3:6], ints[15], index.numel()
     ranks = [padded(a.shape[0] // experts) for a in lora[::2]]
     return [
         torch.empty_like(x),
@@ -227,9 +210,9 @@ def _layer_backward(
     grad: Tensor, x: Tensor, weights: Tensor, biases: Any, lora: Any, packed: Any, saved: Any,
     needs_x: bool, *constants: Any,
 ) -> list[Tensor]:  # fmt: skip
-    layer = _layer_of(packed, x.dtype, constants)
-    operands = make_operands(x, weights, biases, lora, _scalings(constants))
-    grads = layer_backward(layer, operands, grad, saved, needs_x)
+    inputs = _inputs_of(x, weights, saved[0], biases, lora, packed, *constants)
+    operands = make_operands(x, weights, biases, lora, inputs.scalings)
+    grads = layer_backward(make_layer(inputs), operands, grad, saved, needs_x)
     return [grad.new_empty(0) if g is None else g for g in grads]
 
 
@@ -242,8 +225,8 @@ def _layer_backward_fake(
 
 
 def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    x, weights, _, biases, lora, packed, *constants = inputs
-    ctx.counts, ctx.constants = (len(biases), len(lora), len(packed), 3), constants
+    x, weights, _, biases, lora, packed, *ctx.constants = inputs
+    ctx.counts = len(biases), len(lora), len(packed), 3
     ctx.save_for_backward(x, weights, *biases, *lora, *packed, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -258,11 +241,9 @@ def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         found = torch.ops.moe_qlora.experts_layer_backward(
             grads[0], x, weights, biases, lora, packed, saved, need[0], *ctx.constants
         )
-    # torch treats an empty list among the constants as one of tensors
-    none: list[Any] = [[] if value == [] else None for value in ctx.constants]
     first, second = (found[i] if need[i] else None for i in (0, 1))
     lists = [None] * len(biases), list(found[2:]), [None] * len(packed)
-    return first, second, None, *lists, *none
+    return first, second, None, *lists, None, None, None
 
 
 def register_operators() -> None:
@@ -271,9 +252,9 @@ def register_operators() -> None:
         return
 
     operator: Any = partial(torch.library.custom_op, mutates_args=())
-    layer = operator("moe_qlora::experts_layer", _layer_forward, schema=_LAYER_FORWARD)
+    layer = operator("moe_qlora::experts_layer", _layer_forward, schema=_FORWARD)
     layer.register_fake(_layer_forward_fake)
     layer.register_autograd(_layer_autograd, setup_context=_layer_setup)
-    back = operator("moe_qlora::experts_layer_backward", _layer_backward, schema=_LAYER_BACKWARD)
+    back = operator("moe_qlora::experts_layer_backward", _layer_backward, schema=_BACKWARD)
     back.register_fake(_layer_backward_fake)
     register_products()

@@ -1,8 +1,8 @@
 """Tensors of the experts that a checkpoint saves, so that its recomputation need not make them.
 
-torch's selective checkpointing saves outputs of operators; what an `autograd.Function` saves, and
-what Triton kernels write, is computed again. Here an experts forward hands its tensors over in the
-first forward, and takes them back in the recomputation:
+torch's selective checkpointing saves outputs of operators; tensors that an `autograd.Function`
+saves, or that Triton kernels write, are computed again. Here an experts forward hands its tensors
+over in the first forward, and gets them back in the recomputation:
 
     checkpoint(layer, x, use_reentrant=False, context_fn=kept_tensors)
 
@@ -34,7 +34,7 @@ _active = _Active()
 def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return contexts for the forward of one checkpoint, and for its recomputations.
 
-    The first recomputation takes what the forward has kept, and a second one makes all anew.
+    The first recomputation pops the saved tensors, a second one computes all anew.
     """
     held: deque[_Kept] = deque()
     return _As(held, None), _As(None, held)
@@ -56,14 +56,14 @@ class _As:
             left.clear()  # of a recomputation that ended early; the next one starts at the first
 
 
-def keep(tensors: Sequence[Tensor]) -> None:
+def save(tensors: Sequence[Tensor]) -> None:
     """Hand tensors over in a checkpoint's forward that keeps them; else do nothing."""
     if _active.keeps is not None:
         aliases = tuple(tensor.detach() for tensor in tensors)
         _active.keeps.append((aliases, _versions(aliases)))
 
 
-def take() -> tuple[Tensor, ...] | None:
+def pop_saved() -> tuple[Tensor, ...] | None:
     """Return the tensors that the same call handed over, once, or None to compute them.
 
     None also where one was changed in place since, as by a hook of the activation.

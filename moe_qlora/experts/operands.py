@@ -2,15 +2,15 @@
 
 An eager call reads a `PackedWeight`. `torch.compile` cannot trace that, and a custom operator's
 arguments are tensors and plain numbers only: there a weight is a `PackedOperand`, from which the
-operator rebuilds it. Also here: the source of a module's LoRA factors.
+operator rebuilds it. Also here: the record of a module, with the source of its LoRA factors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
 from ..packing.decoders import Decoder, fetch_by, state_tensors
 
-_SOURCE = "_moe_qlora_lora"
+_RECORD = "_moe_qlora_experts"
 
 
 class PackedOperand(NamedTuple):
@@ -53,7 +53,7 @@ class PackedOperand(NamedTuple):
 
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
-    """Return a packed expert parameter as an operand; None where it is not packed."""
+    """Return a packed expert parameter as an operand, or None for a plain one."""
     if not parametrize.is_packed(module, name):
         return None
     if not torch.compiler.is_compiling():
@@ -113,22 +113,42 @@ class LoraFactors:
         return self.dropout is not None and self.dropout.training
 
 
+@dataclass
+class ExpertsRecord:
+    """State of one experts module, an entry of its `__dict__`: a copy of the module has its own."""
+
+    activated: bool = False  # Whether `activate` has selected the experts forward
+    previous: str | None = None  # The implementation before
+    gate: tuple[Any, ...] | None = None  # Fields of `gate_kernels.Gate`, None for another gate
+    gate_sought: bool = False  # Whether `gate` is known
+    lora: Any = None  # Source of LoRA factors: `lora.active_lora(name)`
+    backends: dict[Any, Any] = field(default_factory=dict)  # Decisions of `choose_backend`
+
+
+_NO_RECORD = ExpertsRecord()  # Of modules without one, where none can be made: never changed
+
+
+def record_of(module: nn.Module) -> ExpertsRecord:
+    """Return a module's record to change it; made on first use."""
+    return cast(ExpertsRecord, module.__dict__.setdefault(_RECORD, ExpertsRecord()))
+
+
+def read_record(module: nn.Module) -> ExpertsRecord:
+    """Return a module's record to read it."""
+    return cast(ExpertsRecord, module.__dict__.get(_RECORD, _NO_RECORD))
+
+
 def set_lora_source(module: nn.Module, source: Any) -> None:
-    """Let the module's forward ask `source.active_lora(name)` for factors; a copy has it too."""
-    module.__dict__[_SOURCE] = source
-
-
-def clear_lora_source(module: nn.Module) -> None:
-    """Undo `set_lora_source`; do nothing where none is set."""
-    module.__dict__.pop(_SOURCE, None)
+    """Let the module's forward ask `source.active_lora(name)` for factors; None for no LoRA."""
+    record_of(module).lora = source
 
 
 def lora_source(module: nn.Module) -> Any:
     """Return the module's source of LoRA factors, or None."""
-    return module.__dict__.get(_SOURCE)
+    return read_record(module).lora
 
 
 def active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
     """Return the LoRA factors of one expert parameter that are active now."""
-    source = lora_source(module)
+    source = read_record(module).lora
     return () if source is None else source.active_lora(name)

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import QuantizationError
-from ..kernels import cards
-from ..kernels.limits import GROUP, WIDE_TILE, wide_tile
+from ..kernels.limits import GROUP
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
 from .backend import Call, Operand, has_grouped, runs_grouped, stored_transposed
-from .kept import keep, take
+from .kept import pop_saved, save
 from .operands import packed_weight
 
 
@@ -144,13 +143,13 @@ class _PackedProduct(torch.autograd.Function):
         ctx: Any, weight: PackedWeight, transposed: bool, keeps: bool, offsets: Tensor, x: Tensor
     ) -> Tensor:
         # Codes in host memory, or gathered by ZeRO-3, are fetched again
-        ctx.weight, ctx.transposed = weight.again or weight, transposed
+        ctx.weight, ctx.transposed = weight.refetch or weight, transposed
         ctx.save_for_backward(offsets)
-        if keeps and (kept := take()) is not None:
+        if keeps and (kept := pop_saved()) is not None:
             return kept[0]
         out = multiply_codes(x, offsets, weight, transposed)
         if keeps:
-            keep([out])
+            save([out])
         return out
 
     @staticmethod
@@ -202,15 +201,7 @@ def _grouped(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         return _by_expert(x, lambda expert: matrices[expert].to(x.dtype), features, offsets)
     matrices = _padded(_padded(matrices.to(x.dtype), 1), 2)
     matrices = matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
-    x = _padded(x, 1).contiguous()
-    if (kernels := _kernels(x)) is None:
-        return _by_torch(x, matrices, offsets)[:, :features].contiguous()
-    grouped_mm, routing, aligned = kernels
-    tile = wide_tile(len(x), len(matrices), WIDE_TILE)
-    tiles = routing.tabulate(offsets, len(matrices), len(x), tile).tiles
-    cut = grouped_mm.default(tile, x.device)
-    y: Tensor = grouped_mm.launch(aligned(x), matrices, offsets, tiles, tile, cut)
-    return y[:, :features].contiguous()
+    return _by_torch(_padded(x, 1).contiguous(), matrices, offsets)[:, :features].contiguous()
 
 
 def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -220,13 +211,8 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         for expert, low, high in _spans(a, offsets):
             out[expert] = a[low:high].T @ b[low:high]
         return out
-    p, q = a.shape[1], b.shape[1]
-    a, b = _padded(a, 1).contiguous(), _padded(b, 1).contiguous()
-    if (kernels := _kernels(a)) is None:
-        return _by_torch(a.T, b, offsets)[:, :p, :q].contiguous()
-    grouped_mm, _, aligned = kernels
-    found: Tensor = grouped_mm.outer(aligned(a), aligned(b), offsets)
-    return found[:, :p, :q].contiguous()
+    found = _by_torch(_padded(a, 1).contiguous().T, _padded(b, 1).contiguous(), offsets)
+    return found[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
 def _padded(tensor: Tensor, dim: int) -> Tensor:
@@ -240,16 +226,6 @@ def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.is_meta and a.dtype != torch.bfloat16:  # which torch 2.13 computes, but not on meta
         return a.new_empty(*([len(ends)] if b.ndim == 2 else []), a.shape[0], b.shape[-1])
     return F.grouped_mm(a, b, offs=ends)
-
-
-def _kernels(x: Tensor) -> tuple[Any, Any, Any] | None:
-    """Return what multiplies by our own kernels, which import Triton; None where torch does."""
-    if cards.multiplies_by_torch(x.device, x.dtype):
-        return None
-    from ..kernels import grouped_mm, routing
-    from ..kernels.lang import HAS_TRITON, aligned
-
-    return (grouped_mm, routing, aligned) if HAS_TRITON or x.is_meta else None
 
 
 def register_products() -> None:
@@ -273,7 +249,7 @@ def register_products() -> None:
     form += "bool transposed, bool keeps) -> Tensor"
     projection = operator("moe_qlora::experts_projection", by_codes, schema=form)
 
-    def save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    def setup(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @first_order
@@ -297,7 +273,7 @@ def register_products() -> None:
         return back, None, [None] * len(packed), None, None, None, None
 
     product.register_fake(lambda x, m, offsets: x.new_empty(x.shape[0], m.shape[2]))
-    product.register_autograd(product_backward, setup_context=save)
+    product.register_autograd(product_backward, setup_context=setup)
     outer.register_fake(lambda a, b, offsets: a.new_empty(len(offsets) - 1, a.shape[1], b.shape[1]))
     projection.register_fake(
         lambda x, _, __, numbers, ___, turned, ____: x.new_empty(

@@ -1,4 +1,4 @@
-"""A small layer on all families of the fused kernels, beside plain torch."""
+"""A small layer by all families of the fused kernels, compared with plain torch."""
 
 from __future__ import annotations
 

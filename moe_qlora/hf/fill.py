@@ -1,41 +1,60 @@
 """The weights of a load that transformers does not read: they are hidden from it, and filled here.
 
-    the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights; these
-                                         leave the state dict, the keys get a name no model has
-    transformers loads the rest, stock
-    tie_weights                          `Fill._fill`: reads rows, packs, puts into place
-    postprocess_model                    `Fill.finish`: attaches what was packed
+    whole                                       shares: FSDP2 shards the model before it is filled
+    `hide`     finds the keys on disk that make these weights, takes the weights from the state
+               dict, and gives the keys a name that no model has
+                                                `pack` attaches blank packed weights
+    transformers loads the rest, stock          and shards
+    tie_weights: `fill`
+    postprocess_model: `finish` attaches        `finish` allocates this rank's shares: `fill`
 
-What is filled: expert weights that are packed, bitsandbytes' Linear layers, and whatever a maker
-stores as codes. Where from: rows of a 16-bit folder or a maker's (checkpoint/rows.py), MXFP4 codes
-that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
-files) transformers loads experts in 16 bit, and they are packed then.
+`fill` is one loop for all of them. It fills expert weights that are packed, bitsandbytes' Linear
+layers, and a publisher's codes; `load_sharded`, without transformers' loader, fills all tensors.
+A `Slot` packs a weight of rows in 16 bit, a `ShareSlot` one rank's part of it; MXFP4 codes that are
+kept, and a packed folder's tensors, are copied. Without safetensors files (a `state_dict`, .bin
+files) transformers loads experts in 16 bit, and `pack_parameter` packs them.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
-from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
+from ..checkpoint.prequantized import CODES as STORED_CODES
+from ..checkpoint.prequantized import MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
-from ..errors import CheckpointError, ConfigError, MoeQloraError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    MoeQloraError,
+    NonFiniteWeightError,
+    QuantizationError,
+    UnsupportedWeightError,
+    first_line,
+)
+from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, PackedWeight
-from ..layout import listed
+from ..layout import ExpertParam, listed
 from ..packing import parametrize
-from ..packing.decoders import write_linear
+from ..packing.bnb4bit import RECORD, SCALES, read_record
+from ..packing.codec import LARGEST, Packer, first_nonfinite, pack
+from ..packing.codecs import CODES
+from ..packing.decoders import bits_of, write_linear
 from ..packing.mxfp4 import KeptPacker, kept_settings
-from ..packing.settings import CodecSettings
-from ..world import offload
+from ..packing.parametrize import Place
+from ..packing.settings import CodecSettings, why_not
+from ..world import offload, world
 from .model import finish_packing
 
 READ = "read_by_moe_qlora"
@@ -61,20 +80,25 @@ class Fill:
 
     def __init__(
         self, model: Any, spec: PackingPlan, files: Checkpoint | None,
-        dtypes: Mapping[str, torch.dtype], config: Any, offloads: bool = False,
+        dtypes: Mapping[str, torch.dtype], config: Any,
+        *, offloads: bool = False, shards: bool = False,
     ) -> None:  # fmt: skip
         """Take a model on meta with bitsandbytes' Linear layers.
 
-        `dtypes` are those that its parameters are loaded in, were they not packed.
+        `dtypes` are those that its tensors are loaded in, were they not packed. Experts go to host
+        memory if it `offloads`; if it `shards`, each rank fills its shares.
         """
-        self.model, self.spec, self.files, self.dtypes = model, spec, files, dtypes
-        self.config, self._offloads, self._device_map = config, offloads, None
+        self.model, self.spec, self.files, self.dtypes = model, spec, files, dict(dtypes)
+        self.config, self.shards, self._offloads = config, shards, offloads
+        self._device_map: Any = None
         self.layout: Any = None  # `DiskLayout` of a folder that is not packed
-        self.names: set[str] = set()  # of the weights that are filled
-        self._weights: Iterator[tuple[str, PackedWeight | Tensor]] = iter(())
+        self.names: set[str] = set()  # of tensors that transformers does not read
+        # of a packed folder: the stored name of a tensor of the model, and its keys
+        self._stored: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._places: dict[str, Place] = {}  # of shares, by name
         # empty parameters, for packed experts that are attached last, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
-        self._hook: Any = None
+        self._missing: set[str] = set()  # that no file holds
         self.error: MoeQloraError | None = None
         self.linears = packed_linears(model)
 
@@ -102,12 +126,30 @@ class Fill:
         """
         model, read = self.model, {}
         if self.spec.manifest is not None:
-            read = self._from_packed_folder()
+            self._find_stored()
+            self.names = {*self._stored} & {*self.spec.params, *self.linears}
+            read = dict.fromkeys((key for n in self.names for key in self._stored[n][1]), READ)
         elif self.files is not None:
-            read = self._from_rows(conversions, linears)
-        model.tie_weights = MethodType(self._tie_weights, model)
+            read = self._find_rows(conversions, linears)
         for name in self.names:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        if self.shards:
+            self.pack()
+            for name in {*self.names, *self.linears}:
+                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
+            # transformers loads what is neither packed nor dequantized
+            self._places = {
+                name: place
+                for name, place in self._places.items()
+                if place.decoder or not self.names.isdisjoint(self._aliases[name])
+            }
+            own = {id(tensor) for place in self._places.values() for tensor in place.tensors()}
+            self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
+            # transformers shards next; a load that fails undoes this when it drops the fill
+            self._sharding = ExitStack()
+            self._sharding.enter_context(world().shards_integers())
+        else:
+            model.tie_weights = MethodType(self._tie_weights, model)
 
         def leave_out(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name in self.names:
@@ -122,39 +164,63 @@ class Fill:
         """Fill once transformers has loaded the rest: it then ties weights that are missing."""
         if kwargs.get("missing_keys") is not None:
             del model.__dict__["tie_weights"]
+            self._missing = {*kwargs["missing_keys"]}
             try:
-                self._fill(kwargs["missing_keys"])
+                self.fill()
             except MoeQloraError as error:  # raised once transformers has left out its names
                 self.error = error
         return type(model).tie_weights(model, *args, **kwargs)
 
     @torch.no_grad()
-    def _fill(self, missing: Collection[str]) -> None:
-        for name, weight in self._weights:
+    def fill(self) -> None:
+        """Read, pack and put into place. All ranks that fill shares must call it.
+
+        They raise together where one cannot.
+        """
+        for name, weight in self._weights():
             self._put(name, weight)
             del weight  # before the next is packed
-        for name, param in self.spec.params.items():
-            module, leaf = self._owner(name)
-            plain = module._parameters.get(leaf)
-            known = name in self.names or {*param.names} & {*missing} or id(plain) in self._pending
-            if not known and plain is not None and not plain.is_meta:  # transformers has loaded it
-                slot = self._slot(name)
-                slot.take(0, plain.detach())
-                self._put(name, slot.finish())
 
-    def unhide(self) -> None:
-        self._hook.remove()
-        del self.model.__dict__[_UNEXPECTED]
-        if self._before is not None:
-            setattr(self.model, _UNEXPECTED, self._before)
+    def fill_shares(self, model: nn.Module, device: torch.device, *, on_cpu: bool = False) -> None:
+        """Allocate this rank's shares of the sharded model, with adapters or not, and fill them.
+
+        They are packed on `device`; parameters lie there, or `on_cpu`.
+        """
+        self._device_map = {"": device}
+        owned = {id(parameter) for parameter in model.parameters()}
+
+        def empty(tensor: Tensor) -> Tensor:
+            is_parameter = id(tensor) in owned or isinstance(tensor, nn.Parameter)
+            place = torch.device("cpu") if on_cpu and is_parameter else device
+            return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+
+        model._apply(empty)
+        assert self.files is not None
+        with self.files:
+            self.fill()
 
     def finish(self) -> None:
+        """Attach what was packed, or fill shares; mark the model as bitsandbytes' own."""
         model, lost = self.model, []
-        self.unhide()
-        for name in self.spec.params:  # a tied one under each of its names
-            module, leaf = self._owner(name)
-            if (known := self._pending.get(id(module._parameters.get(leaf)))) is not None:
+        self._hook.remove()
+        del model.__dict__[_UNEXPECTED]
+        if self._before is not None:
+            setattr(model, _UNEXPECTED, self._before)
+        if self.shards:
+            self._sharding.close()
+            sharded = next(one.tensors()[0] for one in self._places.values() if one.decoder)
+            device = indexed(torch.device(sharded.device_mesh.device_type))
+            self.fill_shares(model, device, on_cpu=model.config.distributed_config.fsdp_cpu_offload)
+            return
+        for name, param in self.spec.params.items():  # a tied one under each of its names
+            module, leaf = parametrize.owner_of(model, name)
+            plain = module._parameters.get(leaf)
+            absent = name in self.names or not self._missing.isdisjoint(param.names)
+            if (known := self._pending.get(id(plain))) is not None:
                 parametrize.attach(module, leaf, known[1])
+            elif plain is not None and not plain.is_meta and not absent:  # loaded by transformers
+                check_weight(name, plain, self.spec.settings)
+                pack_parameter(model, param, plain, self.spec.settings, offloads=self._offloads)
             elif not parametrize.is_packed(module, leaf):
                 lost.append(name)
         self._pending.clear()
@@ -172,8 +238,73 @@ class Fill:
             if self._offloads:
                 offload(model)
 
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        return parametrize.owner_of(self.model, name)
+    # Where values come from
+
+    def _find_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
+        """Find the tensors on disk, 16 bit or a publisher's; return other names for them."""
+        files, makers = self.files, self._makers
+        assert files is not None
+        wanted = {*self.spec.params, *(self.linears if linears else ())}
+
+        def takes(names: Collection[str], keys: Collection[str]) -> bool:
+            return any(map(files.is_dequantized, keys)) or bool(wanted.intersection(names))
+
+        disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
+        turned = {name for name, is_turned in self.linears.items() if is_turned}
+        self.layout = DiskLayout(self.model, disk, conversions, takes, turned)
+        groups = [group for group in self.layout.groups if group.shapes]
+        self.names = {name for group in groups for name in group.shapes}
+        keys = {key for group in groups for key in group.keys}
+        if makers is None:
+            return dict.fromkeys(keys, READ)
+        plain = {key: makers.names.get(key, READ) for key in makers.stored}
+        return {key: READ if name in keys else name for key, name in plain.items()}
+
+    def _find_stored(self) -> None:
+        files, manifest = self.files, self.spec.manifest
+        assert files is not None and manifest is not None
+        owned = {name for name, _ in self._tensors()}
+        for key, keys in {**{key: (key,) for key in files}, **packed_names(manifest)}.items():
+            if (name := canonical_name(self.model, key, owned)) is not None:
+                self._stored[name] = key, keys
+        # int8 layers are decoded to float16
+        plain = {
+            self._stored[name][0]: self.model.get_parameter(name).to(torch.float16)
+            for name in self.linears.keys() & self._stored.keys()
+        }
+        self._packed = PackedWeights(manifest, files, plain)
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return parameters and buffers, tied ones under each of their names."""
+        known = self.model.named_parameters, self.model.named_buffers
+        return [item for named in known for item in named(remove_duplicate=False)]
+
+    def _weights(self) -> Iterator[tuple[str, Any]]:
+        """Yield the weight or the shares of each name; the next ones are read meanwhile."""
+        files, kept = self.files, self.spec.kept
+        if self.spec.manifest is not None:
+            for name, place in self._places.items():
+                yield name, self._stored_share(place)
+            names = () if self.shards else [n for n in self._stored if n in self.names]
+            yield from ((name, one.result()) for name, one in ahead(self._read_stored, names))
+        elif self.layout is not None:
+            assert files is not None
+            by_name = self.layout.by_name
+            codes = {name: by_name[name].keys[0] for name in kept if name in by_name}
+            for name, key in codes.items():
+                yield name, self._kept_codes(name, key)
+            if self._places:
+                targets = {self._among(name, by_name): name for name in self._places}
+                slots = {n: self._share_slot(n, place) for n, place in targets.items()}
+            else:
+                targets = {name: name for name in self.names - codes.keys()}
+                slots = {name: self._slot(name) for name in targets}
+            groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
+            infos = {id(group): files.info(group.keys[0]) for group in groups}
+            groups.sort(key=lambda one: (infos[id(one)].file, infos[id(one)].offset))
+            for name, weight in filled(files, self.layout, groups, slots):
+                yield targets[name], weight
+                del weight  # before the next is packed
 
     def _slot(self, name: str) -> Slot:
         known = self.model, self.spec, self.linears, name
@@ -185,8 +316,47 @@ class Fill:
         place = get_device(self._device_map or {"": "cpu"}, name, valid_torch_device=True)
         return indexed(torch.device("cpu" if place == "disk" else place))
 
-    def _put(self, name: str, weight: PackedWeight | Tensor) -> None:
-        module, leaf = self._owner(name)
+    def _kept_codes(self, name: str, key: str) -> PackedWeight:
+        """Read one weight's codes, some experts at a time; `key` is the plain one in the files."""
+        files, device = self._makers, self._device(name)
+        shape = tuple(self.spec.params[name].shape)
+        assert files is not None
+        parts = files.parts(key)
+        info = files.stored[parts[STORED_CODES]]
+        step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+
+        def fetch(start: int) -> list[Callable[[], Tensor]]:
+            rows = start, min(start + step, shape[0])
+            roles = STORED_CODES, SCALE
+            return [files.disk.fetch(parts[role], *rows, device) for role in roles]
+
+        packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
+        for _, both in ahead(fetch, range(0, shape[0], step)):
+            packer.add(*(part() for part in both.result()))
+        return packer.finish()
+
+    def _read_stored(self, name: str) -> Any:
+        """Read a tensor of a packed folder."""
+        assert self.files is not None
+        is_expert, (key, keys) = name in self.spec.params, self._stored[name]
+        device = None if self._offloads and is_expert else self._device(name)
+        if not is_expert and len(keys) == 1:
+            plain = self.files.fetch(key, device=device)()
+            return plain.to(self.dtypes[name]) if self.spec.recasts else plain
+        packed = self._packed.read(key, device)
+        if self.spec.recasts:
+            packed.dtype = self.dtypes[name]
+        return packed
+
+    def _put(self, name: str, weight: Any) -> None:
+        if name in self._places:
+            place = self._places[name]
+            values, statistics = weight if isinstance(weight, tuple) else (weight, {})
+            put_local(place.tensors()[0], values)
+            for part, share in statistics.items():
+                put_local(getattr(place.decoder, part), share)
+            return
+        module, leaf = parametrize.owner_of(self.model, name)
         if isinstance(weight, Tensor):
             held: Any = weight
             if leaf in module._parameters:
@@ -199,90 +369,264 @@ class Fill:
             empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
             parameter = nn.Parameter(empty, requires_grad=False)
             self._pending[id(parameter)] = parameter, weight.to("cpu") if self._offloads else weight
-            for owner, leaf in map(self._owner, self.spec.params[name].names):
+            for one in self.spec.params[name].names:
+                owner, leaf = parametrize.owner_of(self.model, one)
                 owner._parameters[leaf] = parameter
 
-    # 16-bit folders, and those that their makers quantized
+    # Shares
 
-    def _from_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
-        files, makers, kept = self.files, self._makers, self.spec.kept
+    def pack(self, layout: DiskLayout | None = None) -> None:
+        """Give the model on meta its blank packed weights, in the layout that FSDP2 shards.
+
+        `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
+        """
+        model, spec, dtypes = self.model, self.spec, self.dtypes
+        if spec.kept:
+            raise CheckpointError(
+                f"{min(spec.kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded "
+                "while they are read: fully_shard the model after it is loaded, or load the "
+                "checkpoint without keep_codes=True."
+            )
+        self.layout = self.layout or layout
+        owners: dict[int, list[str]] = {}
+        for name, tensor in self._tensors():
+            owners.setdefault(id(tensor), []).append(name)
+        self._aliases = {name: names for names in owners.values() for name in names}
+        if spec.manifest is not None:
+            if not self._stored:
+                self._find_stored()
+            record = RECORD + spec.manifest.settings.kind
+            for name, (key, _) in self._stored.items():
+                if not spec.recasts and self.files and key + record in self.files:
+                    dtype = getattr(torch, read_record(self.files.read(key + record))["dtype"])
+                    dtypes |= dict.fromkeys(self._aliases[name], dtype)
+        for name, tensor in self._tensors():
+            wanted = dtypes.get(name, tensor.dtype)
+            if tensor.is_meta and tensor.is_floating_point() and wanted.is_floating_point:
+                tensor.data = tensor.data.to(wanted)
+        for param in {id(param): param for param in spec.params.values()}.values():
+            parametrize.pack_blank(model, param, spec.settings)
+        for name in self.linears.keys() - spec.params.keys():
+            module = model.get_submodule(name.rpartition(".")[0])
+            parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
+        model.config.quantization_config = self.config
+        finish_packing(model, spec.layout, self.config, spec.settings)  # which lays it out
+        # Where tensors are, before adapters come; a tied one once
+        seen: set[int] = set()
+        for place in parametrize.packed_places(model):
+            if not seen.issuperset(tensors := set(map(id, place.tensors()))):
+                seen |= tensors
+                self._places[place.name] = place
+        stored = set(model.state_dict())
+        for name, tensor in self._tensors():
+            module, leaf = parametrize.owner_of(model, name)
+            computed = leaf in module._buffers and name not in stored
+            if id(tensor) not in seen and not computed:
+                seen.add(id(tensor))
+                self._places[name] = Place(name, module, leaf)
+
+    def _among(self, target: str, names: Collection[str]) -> str:
+        for name in (target, *self._aliases.get(target, ())):
+            if name in names:
+                return name
+        raise CheckpointError(f"The checkpoint has no tensor for {target}.")
+
+    def _share_slot(self, name: str, target: str) -> Slot:
+        place, device = self._places[target], self._device(target)
+        tensor = place.tensors()[0]
+        dtype = self.dtypes.get(target, tensor.dtype)
+        if place.decoder is None:
+            rows = Ranks.of(tensor).span(len(tensor)) if tensor.dim() else None
+            return Slot(name, tensor.shape, dtype, device, rows=rows)
+        form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
+        turned = self.linears.get(target, False)
+        return ShareSlot(tensor, *form, linear=target in self.linears, transposed=turned)
+
+    def _stored_share(self, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
+        """Read values and, of a packed weight, statistics: each a range of bytes of a tensor."""
+        files, settings, decoder = self.files, self.spec.settings, place.decoder
         assert files is not None
-        wanted = {*self.spec.params, *(self.linears if linears else ())}
+        key, keys = self._stored[self._among(place.name, self._stored)]
+        values, codec = place.tensors()[0], settings.codec
+        first, last = Ranks.of(values).span(len(values)) if values.dim() else (0, None)
+        if decoder is None:
+            if first == last:  # fewer rows than ranks
+                return torch.empty((0, *values.shape[1:]), dtype=values.dtype), {}
+            return files.read(key, first, last), {}
+        assert last is not None
+        row = values.shape[1:].numel()
+        share = files.read_bytes(key, first * row, last * row)
+        ends = {SCALES if one.endswith(SCALES) else one.removeprefix(key): one for one in keys}
+        statistics = {}
+        if codec.in_quant_state:
+            blank = dict.fromkeys((CODES, codec.scales), torch.empty(0, dtype=torch.uint8))
+            small = {end: files.read(one) for end, one in ends.items() if end not in blank}
+            whole = codec.assemble({**small, **blank}, decoder.weight_shape, None, settings)
+            statistics = bits_of(whole)
+        for part, parameter in decoder.named_parameters():
+            first, last = Ranks.of(parameter).span(len(parameter))
+            if part == "nested":
+                statistics[part] = statistics[part][first:last]
+            else:
+                span = first * parameter.itemsize, last * parameter.itemsize
+                statistics[part] = files.read_bytes(ends[codec.scales], *span).view(parameter.dtype)
+        return share.view(values.dtype).view(-1, *values.shape[1:]), statistics
 
-        def takes(names: Collection[str], keys: Collection[str]) -> bool:
-            return any(map(files.is_dequantized, keys)) or bool(wanted.intersection(names))
 
-        disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
-        turned = {name for name, is_turned in self.linears.items() if is_turned}
-        layout = self.layout = DiskLayout(self.model, disk, conversions, takes, turned)
-        groups = [group for group in layout.groups if group.shapes]
-        places = {id(group): files.info(group.keys[0]) for group in groups}
-        groups.sort(key=lambda one: (places[id(one)].file, places[id(one)].offset))
-        self.names = {name for group in groups for name in group.shapes}
-        keys = {key for group in groups for key in group.keys}
-        codes = {name: layout.by_name[name].keys[0] for name in kept if name in layout.by_name}
+@torch.no_grad()
+def put_local(parameter: Any, values: Tensor) -> None:
+    """Copy values into a parameter: into this rank's share where it is sharded."""
+    local = parameter._local_tensor if hasattr(parameter, "placements") else parameter
+    assert local.shape == values.shape, (local.shape, values.shape)
+    local.copy_(values)
 
-        def weights() -> Iterator[tuple[str, PackedWeight | Tensor]]:
-            for name, key in codes.items():
-                yield name, self._kept_codes(name, key)
-            slots = {name: self._slot(name) for name in self.names - codes.keys()}
-            yield from filled(files, layout, [g for g in groups if slots.keys() & g.shapes], slots)
 
-        self._weights = weights()
-        if makers is None:
-            return dict.fromkeys(keys, READ)
-        plain = {key: makers.names.get(key, READ) for key in makers.stored}
-        return {key: READ if name in keys else name for key, name in plain.items()}
+class Ranks(NamedTuple):
+    """The ranks that hold one parameter together, and this one's number among them."""
 
-    def _kept_codes(self, name: str, key: str) -> PackedWeight:
-        """Read one weight's codes, some experts at a time; `key` is the plain one in the files."""
-        files, device = self._makers, self._device(name)
-        shape = tuple(self.spec.params[name].shape)
-        assert files is not None
-        parts = files.parts(key)
-        info = files.stored[parts[CODES]]
-        step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+    rank: int = 0
+    size: int = 1
+    group: Any = None  # their process group
 
-        def fetch(start: int) -> list[Callable[[], Tensor]]:
-            rows = start, min(start + step, shape[0])
-            return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
+    @classmethod
+    def of(cls, parameter: Any) -> Ranks:
+        for dimension, placement in enumerate(getattr(parameter, "placements", ())):
+            if placement.is_shard(0):
+                mesh = parameter.device_mesh
+                group = mesh.get_group(dimension)
+                return cls(mesh.get_local_rank(dimension), mesh.size(dimension), group)
+            if placement.is_shard():
+                raise QuantizationError("Packed weights are sharded over dimension 0 only.")
+        return cls()
 
-        packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
-        for _, both in ahead(fetch, range(0, shape[0], step)):
-            packer.add(*(part() for part in both.result()))
-        return packer.finish()
+    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Return which rows of `length` a rank holds, as `torch.chunk` has it; maybe none."""
+        step, rank = cdiv(length, self.size), self.rank if rank is None else rank
+        return min(rank * step, length), min((rank + 1) * step, length)
 
-    # folders that this package packed
 
-    def _from_packed_folder(self) -> dict[str, str]:
-        files, manifest, params = self.files, self.spec.manifest, self.spec.params
-        assert files is not None and manifest is not None
-        stored = {}
-        for name, keys in packed_names(manifest).items():
-            known = params if name in manifest.experts else self.linears
-            if (own := canonical_name(self.model, name, known)) is not None:
-                stored[own] = name, keys
-        for name in self.linears.keys() - stored.keys():  # as they lie in 16 bit
-            if (key := canonical_name(self.model, name, files)) is not None:
-                stored[name] = key, (key,)
-        self.names, plain = {*stored}, {}
-        for name in self.linears.keys() & stored.keys():  # int8 layers are decoded to float16
-            plain[stored[name][0]] = self.model.get_parameter(name).to(torch.float16)
-        weights = PackedWeights(manifest, files, plain)
+class ShareSlot(Slot):
+    """Packs this rank's shares of one weight, from the rows alone that they lie in.
 
-        def read(item: tuple[str, tuple[str, tuple[str, ...]]]) -> PackedWeight | Tensor:
-            name, (key, keys) = item
-            device = None if self._offloads and name in params else self._device(name)
-            if name not in params and len(keys) == 1:
-                plain = files.fetch(key, device=device)()
-                return plain.to(self.dtypes[name]) if self.spec.recasts else plain
-            packed = weights.read(key, device)
-            if self.spec.recasts:
-                packed.dtype = self.dtypes[name]
-            return packed
+    The shares are those of the whole packed weight, bit for bit: each rank packs the blocks that
+    its codes lie in, which depend on no others. All absmax are then gathered in fp32 (1/16 byte a
+    weight), quantized on every rank where that is asked for, and each keeps its share.
+    """
 
-        self._weights = ((item[0], one.result()) for item, one in ahead(read, stored.items()))
-        return dict.fromkeys((key for _, keys in stored.values() for key in keys), READ)
+    settings: CodecSettings
+
+    def __init__(self, codes: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.settings
+        self.ranks, self._row = Ranks.of(codes), codes.shape[1:]  # of codes
+        weights, in_byte = self.shape.numel(), 8 // settings.codec.bits
+        unit = settings.codec.unit(self.shape, settings)
+        spans = [self.ranks.span(len(codes), rank) for rank in range(self.ranks.size)]
+        codes_of = [[end * self._row.numel() for end in span] for span in spans]  # bytes
+        self._blocks = [
+            (start * in_byte // unit, cdiv(stop * in_byte, unit)) if start < stop else (0, 0)
+            for start, stop in codes_of
+        ]
+        first, last = self._blocks[self.ranks.rank]
+        begin, end = self._weights = first * unit, min(last * unit, weights)
+        start, stop = codes_of[self.ranks.rank]
+        self._bytes = slice(start - begin // in_byte, stop - begin // in_byte)
+        self._width = weights // self.shape[0]
+        self.rows = begin // self._width, cdiv(end, self._width)
+        self._part = (end - begin,) if (end - begin) % unit else ((end - begin) // unit, unit)
+        self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
+        self._error: MoeQloraError | None = None
+
+    def _pack(self, start: int, piece: Tensor) -> None:
+        begin, end = (max(weight - start * self._width, 0) for weight in self._weights)
+        if self._packer is None:
+            self._packer = Packer(self._part, self._cast, self.device, self._plain)
+        self._packer.add(piece.reshape(-1)[begin:end])
+
+    def fail(self, error: MoeQloraError) -> None:
+        self._error = self._error or error
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this rank's shares of codes and, by name, statistics; and code tables.
+
+        All ranks must call it.
+        """
+        codes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        longest = max(last - first for first, last in self._blocks)
+        # The last number says whether this rank has failed.
+        mine = torch.zeros(longest + 1, dtype=torch.float32, device=self.device)
+        try:
+            if self._packer is not None and self._error is None:
+                packed = super().finish()
+                codes = packed.codes.view(-1)[self._bytes]
+                mine[: len(packed.absmax)] = packed.absmax
+        except MoeQloraError as error:
+            self._error = error
+        mine[-1] = float(self._error is not None)
+        parts = [mine]
+        if self.ranks.size > 1:
+            parts = [torch.empty_like(mine) for _ in range(self.ranks.size)]
+            try:
+                distributed.all_gather(parts, mine, group=self.ranks.group)
+            except RuntimeError as error:
+                raise QuantizationError(
+                    f"Packing {self.name} failed on rank {distributed.get_rank()} while it "
+                    f"gathered absmax from all ranks ({first_line(error)}): every rank must take "
+                    "part to the end; load the model again."
+                ) from error
+        if self._error is not None:
+            raise self._error
+        if bool(torch.stack([part[-1] for part in parts]).any()):  # the device is waited for once
+            raise QuantizationError(
+                f"Another rank could not pack its share of {self.name}: see its error."
+            )
+        scales = mine.new_empty(max(last for _, last in self._blocks))
+        for (first, last), part in zip(self._blocks, parts, strict=True):
+            scales[first:last] = part[: last - first]
+        codec, scales = self.settings.codec, scales.to(self.settings.codec.scale_dtype)
+        whole = {"absmax": scales.view(torch.uint8)}
+        if codec.in_quant_state:
+            empty = codes[:0]
+            whole = bits_of(codec.finish(empty, scales, self.shape, self.dtype, self.settings))
+        for name in whole.keys() - {"tables"}:
+            whole[name] = whole[name][slice(*self.ranks.span(len(whole[name])))].clone()
+        return codes.view(-1, *self._row), whole
+
+
+# Weights that are in memory
+
+
+def check_weight(name: str, weight: Tensor, settings: CodecSettings) -> None:
+    """Raise where a weight cannot be packed; it is read once."""
+    if (reason := why_not(weight, settings)) is not None:
+        raise UnsupportedWeightError(f"{name} {reason}. Nothing was changed.")
+    if (index := first_nonfinite(weight, LARGEST)) is not None:
+        raise NonFiniteWeightError(
+            f"{name} holds {float(weight.detach()[index])} at index {list(index)}, and a block "
+            "with it could not be decoded: repair the checkpoint. Nothing was changed."
+        )
+
+
+def pack_parameter(
+    model: nn.Module, param: ExpertParam, weight: Tensor, settings: CodecSettings,
+    *, offloads: bool = False,
+) -> int:  # fmt: skip
+    """Pack an expert weight of a model in place, under each of its names; return its bytes."""
+    packed = pack(weight, settings)
+    if offloads:  # So that the device holds one packed weight at a time
+        packed = packed.to("cpu")
+    known = dict.fromkeys(parametrize.owner_of(model, name) for name in param.names)
+    # Others are packed already, as an alias through a shared module is by now.
+    owners = [owner for owner in known if not parametrize.is_packed(*owner)]
+    try:
+        for owner in owners:
+            parametrize.attach(*owner, packed)
+    except BaseException:
+        for owner in owners:
+            if parametrize.is_packed(*owner):
+                parametrize.detach(*owner, weight)
+        raise
+    return packed.nbytes
 
 
 def weights_to_keep(
@@ -297,9 +641,11 @@ def weights_to_keep(
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
         for name, param in spec.params.items():
             key = canonical_name(model, name, files)
-            if key is None or files.parts(key).keys() != {CODES, SCALE}:
+            if key is None or files.parts(key).keys() != {STORED_CODES, SCALE}:
                 continue
-            blocks, scales = (files.stored[files.parts(key)[role]].shape for role in (CODES, SCALE))
+            blocks, scales = (
+                files.stored[files.parts(key)[role]].shape for role in (STORED_CODES, SCALE)
+            )
             whole = *param.shape, MX_BLOCK // 2
             turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
             if len(blocks) == 4 and turned == whole and scales == blocks[:3]:

@@ -31,7 +31,7 @@ from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
-from ..world import many_ranks, world
+from ..world import world
 from .fill import Fill, weights_to_keep
 
 # Attribute of a caller's config: the config of the folder's maker that it stands in for.
@@ -67,7 +67,7 @@ class _Packing:
     def update_attn_implementation(self, config: Any) -> Any:
         config = super().update_attn_implementation(config)  # type: ignore[misc]
         if getattr(config, "distributed_config", None) is not None:
-            self._ranks = many_ranks().load(config.distributed_config)
+            self._ranks = world().RankLoad(config.distributed_config)
         if self._makers_config is not None:
             describe_plain(config)
         if CONFIG_KEY not in config.__dict__:
@@ -89,7 +89,7 @@ class _Packing:
 
     def update_device_map(self, device_map: Any) -> Any:
         """Note what the stock quantizer makes of it; without one, ranks go to their own devices."""
-        if device_map is None and (own := world().device()) is not None:
+        if device_map is None and (own := world().own_device()) is not None:
             device_map = {"": own}
         self._device_map = super().update_device_map(device_map)  # type: ignore[misc]
         return self._device_map
@@ -145,17 +145,16 @@ class _Packing:
                 for n, tensor in tensors(remove_duplicate=False)
             }
             known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
-            if ranks is not None and ranks.shards:
-                if opened is None:
-                    raise CheckpointError(
-                        "A model that is sharded while it loads is read from safetensors files: "
-                        "give a folder or a hub id with such files."
-                    )
-                model.hf_quantizer = self
-                self._spec, self._fill = None, ranks.fill(*known)
-                return
-            self._fill = Fill(*known, asked.offload)
+            shards = ranks is not None and ranks.shards
+            if shards and opened is None:
+                raise CheckpointError(
+                    "A model that is sharded while it loads is read from safetensors files: "
+                    "give a folder or a hub id with such files."
+                )
+            self._fill = Fill(*known, offloads=asked.offload, shards=shards)
             self._fill.place(self._device_map)
+            if shards:
+                self._spec, model.hf_quantizer = None, self
 
     def _examine(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any

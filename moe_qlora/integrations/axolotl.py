@@ -5,22 +5,16 @@
     moe_qlora:
       lora_experts: true
 
-The hooks are in the order of their calls.
-
-axolotl keeps a plugin for the whole process, so every hook first checks that the current run names
-it. Hooks are not told of failures and do not get the loader, so the plugin finds the `ModelLoader`
-among its callers and replaces two of its steps, on that object and for one call: the build, so that
-packing is on only during it, and the loading of a saved adapter, which stock PEFT would nest in
-another order over packed experts.
+The hooks are in the order of their calls. axolotl keeps a plugin for the whole process, so every
+hook first checks that the current run names it. Hooks are not told of failures: after a build that
+fails, packing is on until the next run begins or `post_train_unload` is called.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -110,16 +104,7 @@ class MoeQloraPlugin(BasePlugin):
         if not wants_packing(cfg):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
-        loader = _loader()
-        if loader is None:  # another loader calls the hooks
-            host.before_build()
-            return
-
-        def packing(build: Callable[[], Any]) -> Any:
-            with host.loading(loader.model_kwargs.get("quantization_config")):
-                return build()
-
-        _replace_once(loader, "_build_model", packing)
+        host.before_build()
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Check that everything that should be packed is."""
@@ -141,10 +126,8 @@ class MoeQloraPlugin(BasePlugin):
             return
         if cfg.get("experts_implementation"):  # set on the model since the build
             self.host.after_build(model)
-        loader = _loader()
-        if cfg.get("lora_model_dir") and loader is not None and not _config_only(cfg):
-            _replace_once(loader, "_build_adapters", functools.partial(_load_saved, loader, cfg))
-            return
+        if cfg.get("lora_model_dir") and not _config_only(cfg):
+            return  # The saved adapter has its own configuration
         from axolotl.loaders.adapter import _build_peft_lora_config
 
         asked: Any = _build_peft_lora_config(model, cfg)
@@ -167,8 +150,13 @@ class MoeQloraPlugin(BasePlugin):
         """Connect the adapters, and check that the LoRA that was asked for takes part."""
         self._written.close()
         # DPO, IPO and KTO have no adapter yet: see `post_trainer_create`.
-        if self.host is not None and is_named(cfg) and hasattr(model, "peft_config"):
-            self.host.after_peft(model)
+        if self.host is None or not is_named(cfg) or not hasattr(model, "peft_config"):
+            return
+        self.host.after_peft(model)
+        if cfg.get("lora_model_dir") and cfg.get("lora_dropout"):  # which its files do not carry
+            from ..lora.model import set_dropout
+
+            set_dropout(model, model.active_adapter, cfg["lora_dropout"])
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Connect adapters that a trainer has made itself (DPO, IPO, KTO); prepare training."""
@@ -240,27 +228,6 @@ def _as_list(names: Any) -> Any:
     return list(names) if isinstance(names, (list, tuple)) else sorted(names)
 
 
-def _loader() -> Any:
-    """Return the `ModelLoader` among the hook's callers, or None."""
-    from axolotl.loaders import ModelLoader
-
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), ModelLoader):
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
-
-
-def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]], Any]) -> None:
-    """Run the loader's next `step` as `instead(step)`, on this object and for one call."""
-    attributes, original = dict(vars(loader)), getattr(loader, step)
-
-    def run() -> Any:
-        _put_back(vars(loader), step, attributes)
-        return instead(original)
-
-    setattr(loader, step, run)
-
-
 def _config_only(cfg: Any) -> bool:
     """True if axolotl leaves the adapters to the trainer."""
     return _loss_of(cfg) in ("dpo", "ipo", "kto")
@@ -269,29 +236,6 @@ def _config_only(cfg: Any) -> bool:
 def _loss_of(cfg: Any) -> str:
     """Return the `rl` of a configuration, an enumeration or a word; "" without."""
     return str(cfg.get("rl") or "").rpartition(".")[2].lower()
-
-
-def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
-    """Load `lora_model_dir` to go on training it, as axolotl does with stock PEFT."""
-    from axolotl.utils.lora_precision import upcast_lora_parameters
-    from axolotl.utils.lora_tying import tie_lora_output_embeddings
-
-    from ..lora.model import load_adapter, set_dropout
-
-    model = loader.model
-    if hasattr(model, "enable_input_require_grads"):
-        model.enable_input_require_grads()
-    options: dict[str, Any] = {}
-    if cfg.get("peft_autocast_adapter_dtype") is not None:
-        options["autocast_adapter_dtype"] = cfg["peft_autocast_adapter_dtype"]
-    loader.model = load_adapter(model, str(cfg["lora_model_dir"]), is_trainable=True, **options)
-    if cfg.get("lora_fp32_gradients") and not cfg.get("deepspeed"):
-        upcast_lora_parameters(loader.model)
-    tie_lora_output_embeddings(loader.model)
-    if cfg.get("lora_dropout"):  # which adapter files do not carry
-        set_dropout(loader.model, loader.model.active_adapter, cfg["lora_dropout"])
-    loader.model.print_trainable_parameters()
-    return loader.model.peft_config[loader.model.active_adapter]
 
 
 def _replace_merged(

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +43,8 @@ if TYPE_CHECKING:
 class ExpertsHost:
     """Packed experts for one run of a loader; as a context manager it closes itself.
 
-    Args:
-        settings: The `moe_qlora:` block of a YAML file, or checked settings; a wrong one is a
-            `ConfigError`.
+    `settings` are the `moe_qlora:` block of a YAML file, or checked ones; wrong ones are a
+    `ConfigError`.
     """
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
@@ -65,13 +63,10 @@ class ExpertsHost:
     def check_model(
         self, model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False
     ) -> None:
-        """Refuse a model that the settings do not fit, before anything is loaded.
+        """Refuse a model without fused experts, or without a role that gets LoRA, before its load.
 
-        One that cannot be built on the meta device is left to `after_build`.
-
-        Raises:
-            DetectionError: It has no fused expert weights.
-            ConfigError: It has none of a role that the settings ask LoRA for.
+        One that cannot be built on the meta device is left to `after_build`. Raises a
+        `DetectionError` or a `ConfigError`.
         """
         if not self.settings.pack_experts:
             return
@@ -82,11 +77,9 @@ class ExpertsHost:
             built = named.build(source, trust_remote_code=trust_remote_code)
         except CheckpointError:
             return
-        layout = _layout_of(built)
-        wanted = self.settings.lora_experts
+        layout, wanted = _layout_of(built), self.settings.lora_experts
         roles = sorted({param.role for param in layout})
-        unknown = [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles))
-        if unknown:
+        if unknown := [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles)):
             raise ConfigError(
                 f"moe_qlora.lora_experts holds {unknown[0]!r}, and the experts of this "
                 f"{layout.model_type} model have the roles {', '.join(roles)}: name one of these."
@@ -119,12 +112,10 @@ class ExpertsHost:
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
     ) -> QuantizationReport | None:
-        """Check that every fused expert weight of a built model is packed.
+        """Check that every fused expert weight of a built model, or a `PeftModel`, is packed.
 
-        Args:
-            model: It may be a `PeftModel`.
-            quantization_config: None for the model's own.
-            pack: Pack the others now, for loaders that do not use `from_pretrained`.
+        `quantization_config=None` is the model's own. `pack` packs the others now, for loaders that
+        do not use `from_pretrained`.
 
         Raises:
             DetectionError: The model has no fused expert weights.
@@ -140,8 +131,18 @@ class ExpertsHost:
         from ..quantize import quantize_experts
 
         model = base_model(model)
-        layout = _layout_of(model)
-        config = self._with_skips(model, quantization_config)
+        layout, config = _layout_of(model), quantization_config
+        if config is None:
+            config = getattr(getattr(model, "config", None), "quantization_config", None)
+        if config is None:
+            raise ConfigError(
+                f"This {type(model).__name__} was loaded without a BitsAndBytesConfig, so nothing "
+                "says how to pack its experts: load it in 4 bit (load_in_4bit: true) or 8 bit."
+            )
+        fields = config if isinstance(config, Mapping) else config.to_dict()
+        skips = fields.get("llm_int8_skip_modules") or ()
+        if more := [each for each in self.settings.skip_modules if each not in skips]:
+            config = {**fields, "llm_int8_skip_modules": [*skips, *more]}
         unpacked = weights_to_pack(model, layout, config, CodecSettings.from_config(config))
         if unpacked and not pack:
             names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in unpacked)
@@ -152,28 +153,14 @@ class ExpertsHost:
             )
         return quantize_experts(model, config, progress=bool(unpacked) and self.settings.progress)
 
-    def _with_skips(self, model: nn.Module, config: Any) -> Any:
-        """Return the config with the settings' skips; a streamed load's config has them already."""
-        if config is None:
-            config = getattr(getattr(model, "config", None), "quantization_config", None)
-        if config is None:
-            raise ConfigError(
-                f"This {type(model).__name__} was loaded without a BitsAndBytesConfig, so nothing "
-                "says how to pack its experts: load it in 4 bit (load_in_4bit: true) or 8 bit."
-            )
-        fields = config if isinstance(config, Mapping) else config.to_dict()
-        skips = fields.get("llm_int8_skip_modules") or ()
-        more = [pattern for pattern in self.settings.skip_modules if pattern not in skips]
-        return {**fields, "llm_int8_skip_modules": [*skips, *more]} if more else config
-
     # PEFT.
 
     def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
         """Return a new config for this model, with LoRA on experts and routers as settings say.
 
-        A loader that makes its own `LoraConfig` takes `target_modules`, `target_parameters` and
-        `exclude_modules` from it, and `lora_dropout=0` if experts get LoRA: `after_peft` sets the
-        dropout that was asked for. A `ConfigError` says what packed experts cannot have.
+        A loader that makes its own `LoraConfig` takes lists of targets from it, and
+        `lora_dropout=0` if experts get LoRA: `after_peft` sets the dropout. A `ConfigError` says
+        what packed experts cannot have.
         """
         from ..lora.config import adapt_lora_config
 
@@ -216,17 +203,11 @@ class ExpertsHost:
     def before_training(
         self, model: nn.Module, *, batch_size: int, seq_len: int, objective: str = "sft"
     ) -> PreparedTraining | None:
-        """Call `moe_qlora.prepare_training` unless the settings say not to.
+        """Call `moe_qlora.prepare_training` on a model with adapters, unless settings say not to.
 
-        Args:
-            model: The model with its adapters.
-            batch_size: Rows in a forward of one device; of preferences a row is two sequences.
-            seq_len: Tokens of the longest row.
-            objective: "sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo" or the
-                loader's word for another.
-
-        Raises:
-            ConfigError: The step does not fit, and the settings ask for `prepare_training`.
+        `batch_size` are rows in a forward of one device, of which those of preferences are two
+        sequences; `objective` is "sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo" or
+        another word. A step that does not fit is a `ConfigError` if the settings ask for this.
         """
         asked = self.settings.prepare_training
         if asked is False:
@@ -292,19 +273,19 @@ def loss_of(objective: str) -> Loss | None:
     """
     if objective in _OF_LABELS:
         return None
-    return partial(_of_probabilities, referred=objective in _WITH_REFERENCE)
 
+    def loss(model: Any, batch: dict[str, Any]) -> Tensor:
+        import torch
 
-def _of_probabilities(model: Any, batch: dict[str, Any], *, referred: bool) -> Tensor:
-    import torch
+        mean = log_probabilities(model, batch).mean()
+        if objective not in _WITH_REFERENCE:
+            return mean
+        # While the policy's activations are alive, as in TRL 1.9.
+        with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
+            reference = log_probabilities(model, batch).mean()
+        return mean - reference
 
-    mean = log_probabilities(model, batch).mean()
-    if not referred:
-        return mean
-    # While the policy's activations are alive, as in TRL 1.9.
-    with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
-        reference = log_probabilities(model, batch).mean()
-    return mean - reference
+    return loss
 
 
 def log_probabilities(model: Any, batch: dict[str, Any]) -> Tensor:

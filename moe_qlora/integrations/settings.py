@@ -57,16 +57,17 @@ _COLLISIONS = {
 
 
 def _collides(key: str, value: Any) -> bool:
-    if key == "nf4_backend":
-        return bool(value == "torchao")
-    if key == "experts_implementation":  # axolotl's kernels plugin writes "eager" by itself
-        return value not in (None, "eager", "moe_qlora")
-    if key in ("tensor_parallel_size", "expert_parallel_size"):
-        return isinstance(value, int) and value > 1
-    if key == "deepspeed":
-        return _zero_stage(value) == 3
-    if key == "fsdp_config":
-        return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
+    match key:
+        case "nf4_backend":
+            return bool(value == "torchao")
+        case "experts_implementation":  # axolotl's kernels plugin writes "eager" by itself
+            return value not in (None, "eager", "moe_qlora")
+        case "tensor_parallel_size" | "expert_parallel_size":
+            return isinstance(value, int) and value > 1
+        case "deepspeed":
+            return bool(value) and _is_stage_3(value)
+        case "fsdp_config":
+            return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
     return bool(value)
 
 
@@ -83,8 +84,7 @@ def check(cfg: Mapping[str, Any]) -> None:
     settings = ExpertsSettings.read(cfg.get(BLOCK))
     if not wants_packing(cfg):
         return
-    adapter = cfg.get("adapter")
-    if adapter not in ("qlora", "lora"):
+    if (adapter := cfg.get("adapter")) not in ("qlora", "lora"):
         seen = "is missing" if adapter is None else f"is {adapter!r}"
         raise ConfigError(
             f"adapter {seen}, and moe_qlora packs experts for LoRA: set adapter: qlora with "
@@ -111,18 +111,16 @@ def check(cfg: Mapping[str, Any]) -> None:
         )
 
 
-def _zero_stage(value: Any) -> int | None:
-    """Return the ZeRO stage of `deepspeed:`, of a missing file the one in its name."""
+def _is_stage_3(value: Any) -> bool:
+    """Whether `deepspeed:` is of ZeRO's stage 3; of a file that is missing its name tells."""
     found = value if isinstance(value, Mapping) else None
-    if value and found is None and (path := Path(str(value))).is_file():
+    if found is None and (path := Path(str(value))).is_file():
         with suppress(CheckpointError):
             found = read_json(path)
     if found is None:
-        match = re.search(r"zero[-_]?(?:stage)?[-_]?([0-3])", str(value).lower())
-        return int(match[1]) if match else None
+        return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
     section = found.get("zero_optimization")
-    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
-    return int(stage) if str(stage) in ("0", "1", "2", "3") else None
+    return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 
 class ExpertsSettings(BaseModel):

@@ -251,9 +251,9 @@ class AdapterClient(VLLMClient):
         """Return the server's configuration; TRL reads its mode of logprobs."""
         status, text = _ask(f"{self.base_url}/server_info?config_format=json")
         if status == HTTPStatus.NOT_FOUND:
-            raise ConfigError(
-                f"The vLLM server at {self.base_url} does not say which logprobs it returns; start "
-                f"it with {_SERVE}, or set vllm_importance_sampling_correction=False."
+            raise self._refused(
+                f"does not say which logprobs it returns; start it with {_SERVE}, or set "
+                "vllm_importance_sampling_correction=False."
             )
         return self._read(status, text)["vllm_config"]
 
@@ -262,15 +262,9 @@ class AdapterClient(VLLMClient):
         body = {"lora_name": name, "lora_path": folder}
         status, text = _ask(f"{self.base_url}/v1/load_lora_adapter", body)
         if status == HTTPStatus.NOT_FOUND and name not in text:  # no such address
-            raise ConfigError(
-                f"The vLLM server at {self.base_url} loads no adapters while it runs; start it "
-                f"with {_SERVE}."
-            )
+            raise self._refused(f"loads no adapters while it runs; start it with {_SERVE}.")
         if status != HTTPStatus.OK:
-            raise ConfigError(
-                f"The vLLM server at {self.base_url} did not load the adapter in {folder}: "
-                f"{_said(text)}"
-            )
+            raise self._refused(f"did not load the adapter in {folder}: {_said(text)}")
         last, self._adapter, self.model = self._adapter, name, name
         if last is not None:
             _ask(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
@@ -285,11 +279,12 @@ class AdapterClient(VLLMClient):
 
     def _read(self, status: int, text: str) -> dict[str, Any]:
         if status != HTTPStatus.OK:
-            raise ConfigError(
-                f"The vLLM server at {self.base_url} answered {status}: {_said(text)}"
-            )
+            raise self._refused(f"answered {status}: {_said(text)}")
         answer: dict[str, Any] = json.loads(text)
         return answer
+
+    def _refused(self, what: str) -> ConfigError:
+        return ConfigError(f"The vLLM server at {self.base_url} {what}")
 
 
 def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .lang import aligned, run_kernel, tl, triton
+from .lang import aligned, launcher, tl, triton
 from .limits import cdiv, padded
 from .routing import Routing
 from .streams import SecondStream
@@ -63,9 +63,9 @@ def pad_factors(
             a = F.pad(a, (0, 0, 0, wide - rank))
         b = torch.empty(experts, out, wide, dtype=dtype, device=a.device)
         stored = aligned(lora.b.contiguous())
-        with second.beside(stored):
-            run_kernel(
-                expert_major_kernel, (cdiv(out * wide, 64), cdiv(experts, 64)), stored, b,
+        with second.overlapped(stored):
+            launcher(expert_major_kernel, (cdiv(out * wide, 64), cdiv(experts, 64)), stored)(
+                stored, b,
                 out * wide, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
             )  # fmt: skip
         factors.append(Factors(aligned(a), b, lora.scaling))
@@ -90,17 +90,16 @@ def factor_grad(
     rank = rank or stride
     cut = _GRAD_HIGH_RANK if rank > 32 else _GRAD_GATHERED if gathers else _GRAD
     strides = (real, 1) if over else (1, size)
-    with second.beside(small, big, first):
-        run_kernel(
-            factor_grad_kernel, (cdiv(size, cut["BN"]), routing.experts),
+    with second.overlapped(small, big, first):
+        launcher(factor_grad_kernel, (cdiv(size, cut["BN"]), routing.experts), small)(
             small, big, routing.order, routing.expert_offsets, first,
             SMALL=stride, BIG=big.stride(0), SE=real * size, SN=strides[0], SJ=strides[1],
             N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers, **cut,
         )  # fmt: skip
         if over:
             total = out.numel() // routing.experts
-            run_kernel(
-                expert_minor_kernel, (cdiv(total, 64), cdiv(routing.experts, 64)), first, out,
+            launcher(expert_minor_kernel, (cdiv(total, 64), cdiv(routing.experts, 64)), first)(
+                first, out,
                 total, E=routing.experts, BQ=64, BE=64,
             )  # fmt: skip
     return out

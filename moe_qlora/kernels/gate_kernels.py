@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import cards
-from .lang import run_kernel, tl, triton
+from .lang import launcher, tl, triton
 from .limits import ORDER
 from .routing import Routing
 from .row_kernels import FACTOR_PART, ROWS, factor_rows, rows_of_tile
@@ -287,8 +287,8 @@ def apply_gate(
     cut = _GATE
     if routing.tile == ROWS:
         cut = {"BI": min(256, FACTOR_PART // max(rank, 16)), "num_warps": 8, "num_stages": 1}
-    run_kernel(
-        gate_kernel, (routing.counts[0], routing.tile // ROWS), pre, pre if bias is None else bias,
+    launcher(gate_kernel, (routing.counts[0], routing.tile // ROWS), pre)(
+        pre, pre if bias is None else bias,
         pre if factor is None else factor, routing.tiles, routing.expert_offsets, out, small,
         scaling, *gate.numbers, I=size, STRIDE=out.stride(0), RANK=rank, GROUPS=groups, RUNS=runs,
         BIASED=bias is not None, BM=ROWS, **_flags(gate, pre.device), **cut,
@@ -302,8 +302,7 @@ def gate_backward(
 ) -> None:  # fmt: skip
     """Go back through the gate, as `gate_backward_kernel` says."""
     cut = _BACKWARD_FEW if routing.tile == ROWS else _BACKWARD
-    run_kernel(
-        gate_backward_kernel, (routing.counts[0], routing.tile // ROWS),
+    launcher(gate_backward_kernel, (routing.counts[0], routing.tile // ROWS), u)(
         u, pre, u if bias is None else bias, weights, routing.order, u if dots is None else dots,
         u if factor is None else factor, routing.tiles, routing.expert_offsets, out, d_weights,
         product_g, product2, weighted2, scaling, *gate.numbers, I=u.shape[1],

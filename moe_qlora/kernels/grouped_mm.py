@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cards, workspace
-from .lang import run_kernel, tl, triton
+from .lang import launcher, tl, triton
 from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
 from .routing import Routing
 from .table import Kernel, Matmul
@@ -149,8 +149,8 @@ def decode(
     assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
     pieces = cdiv(rows * cols // 8, BLOCK)
     extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
-    run_kernel(
-        _decode_kernel, (pieces + extra, len(out)), out,
+    launcher(_decode_kernel, (pieces + extra, len(out)), out)(
+        out,
         packed.flat_codes if spec.is_int8 else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
         *((none,) * 3 if packed.nested is None else packed.nested[:3]),
@@ -195,7 +195,7 @@ _MIDDLE_SHARED = 160 << 10
 
 
 def default(tile: int, device: torch.device) -> Cut:
-    """Return the cut for tiles of so many rows."""
+    """Return the cut for tiles of `tile` rows."""
     card = cards.card(device)
     if card.runs_on:
         return _LARGE[tile]
@@ -268,80 +268,6 @@ def grouped_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=(m < rows)[:, None] & inside[None, :])
 
 
-def launch(
-    x: Tensor, matrices: Tensor, expert_offsets: Tensor, tiles: Tensor, tile: int, cut: Cut,
-    routing: Routing | None = None, products: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return `(R, N)`: each expert's rows of x `(R, K)` times its matrix of `(E, K, N)`.
-
-    Rows of x lie any distance apart, as do the rows of matrices, or their columns. `expert_offsets`
-    and `tiles` are `routing.Routing`'s, `tile` the rows in each of the tiles. With a `routing` and
-    `products` `(R r,)`, x are the tokens `(T, K - r)`.
-    """
-    (across, down, along), (_, inner, out) = matrices.stride(), matrices.shape
-    assert 1 in (down, along)
-    order, top_k, rank, count = x, 0, 0, len(x)
-    if routing is not None:
-        order, top_k, rank, count = routing.order, routing.top_k, inner - x.shape[1], routing.count
-    y = torch.empty(count, out, dtype=x.dtype, device=x.device)
-    many = tiles.numel() // 2
-    run_kernel(
-        grouped_kernel, (many * cdiv(out, cut.features),),
-        x, order, x if products is None else products, matrices, tiles, expert_offsets, y, many,
-        K=inner - rank, N=out, TOP_K=top_k, RANK=rank,
-        RP=max(16, triton.next_power_of_2(rank)), STRIDE=x.stride(0), SE=across, SK=down, SN=along,
-        BM=tile, BN=cut.features, BK=cut.step, STAGES=cut.stages, GROUP=cut.group,
-        num_warps=cut.warps,
-    )  # fmt: skip
-    return y
-
-
-@triton.jit
-def outer_kernel(
-    a, b, expert_offsets, out,
-    P: tl.constexpr, Q: tl.constexpr, A_STRIDE: tl.constexpr, B_STRIDE: tl.constexpr,
-    BP: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """out (E, P, Q) = a^T b over each expert's rows, of a (R, P) and b (R, Q).
-
-    Program 0: columns of b, in blocks; 1: of a; 2: expert.
-    """
-    expert = tl.program_id(2)
-    start, end = tl.load(expert_offsets + expert), tl.load(expert_offsets + expert + 1)
-    p = tl.program_id(1) * BP + tl.arange(0, BP)
-    q = tl.program_id(0) * BQ + tl.arange(0, BQ)
-    k = tl.arange(0, BK)
-    total = tl.zeros([BP, BQ], tl.float32)
-    for first in tl.range(start, end, BK, num_stages=STAGES):
-        rows = (first + k).to(tl.int64)
-        live = first + k < end
-        left = a + rows[None, :] * A_STRIDE + p[:, None]
-        left = tl.load(left, mask=(p < P)[:, None] & live[None, :], other=0.0)
-        right = b + rows[:, None] * B_STRIDE + q[None, :]
-        right = tl.load(right, mask=live[:, None] & (q < Q)[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-    to = out + expert.to(tl.int64) * (P * Q) + p[:, None] * Q + q[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(p < P)[:, None] & (q < Q)[None, :])
-
-
-def outer(a: Tensor, b: Tensor, expert_offsets: Tensor) -> Tensor:
-    """Return `(E, P, Q)`: a^T b over each expert's rows, of a `(R, P)` and b `(R, Q)`.
-
-    Both in rows any distance apart; an expert without rows gets zeros.
-    """
-    experts = len(expert_offsets) - 1
-    out = torch.empty(experts, a.shape[1], b.shape[1], dtype=a.dtype, device=a.device)
-    most_p, most_q = (
-        min(64, max(16, triton.next_power_of_2(size))) for size in (a.shape[1], b.shape[1])
-    )
-    run_kernel(
-        outer_kernel, (cdiv(b.shape[1], most_q), cdiv(a.shape[1], most_p), experts),
-        a, b, expert_offsets, out, P=a.shape[1], Q=b.shape[1], A_STRIDE=a.stride(0),
-        B_STRIDE=b.stride(0), BP=most_p, BQ=most_q, BK=64, STAGES=3, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
     """Return the key of a dequantized weight in the workspace."""
     codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
@@ -355,7 +281,7 @@ def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) 
     With all features at once both factors are appended, so that backward can reuse the buffer.
     """
     packed, rank, by_rows, dtype = matmul.packed, matmul.rank, matmul.by_rows, matmul.dtype
-    right, below = matmul.beside
+    right, below = matmul.stored_factors
     experts, n_rows, n_cols = packed.spec.shape
     offsets, (first, end) = routing.expert_offsets, span
     corner, held = (0, 0), False
@@ -381,14 +307,32 @@ def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) 
     return view
 
 
-def _multiply(
+def launch(
     by_torch: bool, x: Tensor, matmul: Matmul, matrices: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    """Compute a product as `table.Kernel` says, by torch's grouped matmul or our own.
+
+    matrices `(E, K + r, span)` have rows, or columns, any distance apart.
+    """
     if products is None and by_torch:
         return F.grouped_mm(x, matrices, offs=routing.ends)
-    tables = routing.expert_offsets, routing.table(matmul.tile), matmul.tile, matmul.cut
-    return launch(x, matrices, *tables, None if products is None else routing, products)
+    (across, down, along), (_, inner, out) = matrices.stride(), matrices.shape
+    assert 1 in (down, along)
+    order, top_k, rank = x, 0, 0
+    if products is not None:
+        order, top_k, rank = routing.order, routing.top_k, inner - x.shape[1]
+    y = torch.empty(routing.count, out, dtype=x.dtype, device=x.device)
+    tiles, cut = routing.table(matmul.tile), matmul.cut
+    many = tiles.numel() // 2
+    launcher(grouped_kernel, (many * cdiv(out, cut.features),), x)(
+        x, order, x if products is None else products, matrices, tiles, routing.expert_offsets, y,
+        many, K=inner - rank, N=out, TOP_K=top_k, RANK=rank,
+        RP=max(16, triton.next_power_of_2(rank)), STRIDE=x.stride(0), SE=across, SK=down, SN=along,
+        BM=matmul.tile, BN=cut.features, BK=cut.step, STAGES=cut.stages, GROUP=cut.group,
+        num_warps=cut.warps,
+    )  # fmt: skip
+    return y
 
 
 BY_TORCH = Kernel(
@@ -398,7 +342,7 @@ BY_TORCH = Kernel(
     ),
     lambda matmul: wide_tile(matmul.rows, matmul.packed.experts, WIDE_TILE),
     prepare,
-    partial(_multiply, True),
+    partial(launch, True),
     on_codes=False,
     cut=lambda matmul, tile: default(tile, cards.device_of(matmul.packed.spec.device)),
 )
@@ -407,5 +351,5 @@ KERNEL = replace(
     BY_TORCH,
     name="dequantize + grouped",
     supports=lambda matmul: True,
-    launch=partial(_multiply, False),
+    launch=partial(launch, False),
 )

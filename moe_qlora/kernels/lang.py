@@ -1,18 +1,19 @@
 """Triton and its language, and how a kernel is launched.
 
 Without Triton, names stand for both: kernels are then defined and never launched, and a plan on
-meta still runs what surrounds them.
+meta still runs the code around them.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HAS_TRITON", "aligned", "run_kernel", "tl", "triton"]
+__all__ = ["HAS_TRITON", "aligned", "launcher", "tl", "triton"]
 
 try:
     import triton
@@ -38,19 +39,29 @@ except ImportError:
     triton = tl = _Absent()
 
 
-def run_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Launch on the current stream of the device of the first argument, a tensor.
+def launcher(kernel: Any, grid: tuple[int, ...], like: Tensor) -> Callable[..., Any]:
+    """Return the launch of a kernel on the current stream of a tensor's device.
 
-    On meta nothing runs, as of torch's operators, nor does an empty grid. `options` are the
-    kernel's constants and Triton's compile options.
+    It is called with the kernel's arguments, its constants and Triton's compile options. On meta,
+    and for an empty grid, it does nothing.
     """
-    device = args[0].device
+    device = like.device
     if device.type == "meta" or not all(grid):
-        return
+        return _nothing
     # The default until Triton 3.10, with which the kernels were tested.
-    options = {"enable_fp_fusion": True, **options}
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*args, **options)
+    launch = partial(kernel[grid], enable_fp_fusion=True)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return partial(_on_device, device, launch)
+    return launch
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+def _on_device(device: torch.device, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    with torch.cuda.device(device):
+        launch(*args, **kwargs)
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Layer(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """A call's tensors besides its layer and top-k assignments."""
+    """A call's tensors, without its layer and top-k assignments."""
 
     x: Tensor  # `(T, H)`, contiguous, in the layer's dtype
     weights: Tensor  # `(T, k)`: the routing weights
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Tensors saved for backward besides the inputs and the routing."""
+    """Tensors saved for backward, without the inputs and the routing."""
 
     pre: Tensor  # `(R, P)`
     products: Tensor  # `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T
@@ -92,7 +92,7 @@ class ForwardState(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Gradients of `backward`; None where not asked for or where there is no LoRA."""
+    """Gradients of `backward`: None without LoRA, or if not asked for."""
 
     x: Tensor | None
     weights: Tensor
@@ -112,7 +112,7 @@ def _ordered(x: Tensor, matmul: Matmul, second: SecondStream) -> Tensor:
     if matmul.kernel.reorder is None:
         return x
     out = torch.empty_like(x)
-    with second.beside():
+    with second.overlapped():
         matmul.kernel.reorder(x, out)
     return out
 
@@ -131,7 +131,9 @@ def _gather_gemm(
         dots = torch.empty(routing.count, dtype=torch.float32, device=x.device)
     if factors is not None and matmul.backward:
         second.join()  # b is written there, and read by the first stream
-    operand = _first_operand(matmul, routing, name, second)
+    # Overlaps the product with LoRA's factor
+    with second.overlapped():
+        operand = matmul.kernel.prepare(matmul, routing, next(matmul.spans()), name)
     if factors is not None or bias is not None:
         factor = None if factors is None else factors.b if matmul.backward else factors.a
         scaling = 1.0 if factors is None else factors.scaling
@@ -152,18 +154,8 @@ def _gather_gemm(
     return out, dots
 
 
-def _first_operand(matmul: Matmul, routing: Routing, name: str, second: SecondStream) -> Any:
-    """Return what the matmul of the first features reads instead of the weight.
-
-    It is prepared on the second stream, beside what launches next.
-    """
-    with second.beside():
-        span = next(matmul.spans())
-        return matmul.kernel.prepare(matmul, routing, span, name)
-
-
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
-    """Compute what a checkpoint recomputes: the forward without the down projection.
+    """Compute the forward up to the gate, as a checkpoint recomputes it.
 
     index: `(T, k)` integers below E.
     """
@@ -185,7 +177,10 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     product1, product2 = products.split_with_sizes(sizes)
     pre, _ = _gather_gemm(routing, x, ordered, matmul1, "first", product1, second)
     name = "second" if recomputed else "first"
-    operand = None if recomputed else _first_operand(matmul2, routing, name, second)
+    operand = None
+    if not recomputed:
+        with second.overlapped():
+            operand = matmul2.kernel.prepare(matmul2, routing, next(matmul2.spans()), name)
     inner = _strip(count, layer.sizes[-1] + matmul2.rank, x, matmul2)
     apply_gate(
         layer.gate, pre, bias1, routing, inner, None if f2 is None else f2.a, matmul2.rank,
@@ -211,7 +206,7 @@ def _unpermute(
 ) -> Tensor:  # fmt: skip
     """Return the matmul of x's rows, summed to tokens `(T, N)`.
 
-    `operand` is what `_first_operand` has returned, or None.
+    `operand` is that of the first slice of features, None if it has not been prepared.
     """
     if out is None:
         tokens = routing.count // routing.top_k
@@ -256,7 +251,10 @@ def backward(
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     ordered = _ordered(grad, matmul2, second)
     u, dots = _gather_gemm(routing, grad, ordered, matmul2, name, product_g, second, bias2)
-    operand = _first_operand(matmul1, routing, "first", second) if needs_x else None
+    operand = None
+    if needs_x:
+        with second.overlapped():
+            operand = matmul1.kernel.prepare(matmul1, routing, next(matmul1.spans()), "first")
     sizes = count * matmul1.rank, count * matmul2.rank
     product1, product2 = saved.products.split_with_sizes(sizes)
     # u becomes h, the gate's output, and product_g is weighted, where a factor's gradient needs it.

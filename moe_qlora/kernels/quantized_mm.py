@@ -22,9 +22,9 @@ from torch import Tensor
 
 from . import cards, workspace
 from .grouped_mm import block_absmax
-from .lang import run_kernel, tl, triton
+from .lang import launcher, tl, triton
 from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
-from .routing import Routing, Tiled
+from .routing import Routing
 from .table import Kernel, Matmul
 from .weights import TABLES
 
@@ -45,7 +45,7 @@ Qwen3-30B-A3B."""
 
 
 def default(matmul: Matmul, tile: int) -> Config:
-    """Return the cut for tiles of so many rows."""
+    """Return the cut for tiles of `tile` rows."""
     if tile >= TILE and not cards.of_index(matmul.packed.spec.device).runs_on:
         return _CUT._replace(warps=8)  # Operands lie in registers: four warps have too few of them
     return _OTHERS.get((not matmul.by_rows, tile), _CUT)
@@ -233,7 +233,7 @@ def supports(matmul: Matmul) -> bool:
     )
 
 
-def prepare(matmul: Matmul, routing: Routing | Tiled, span: tuple[int, int], name: str) -> Tensor:
+def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:
     """Return the absmax: as it is stored, or decoded, fp32 `(E, blocks, rows)`."""
     packed, nested = matmul.packed, matmul.packed.nested
     if nested is None:
@@ -242,16 +242,15 @@ def prepare(matmul: Matmul, routing: Routing | Tiled, span: tuple[int, int], nam
     room, _ = workspace.allocate("absmax", shape, torch.float32, device)
     experts, n_rows, n_cols = packed.spec.shape
     blocks = n_cols // packed.blocksize
-    run_kernel(
-        absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
+    launcher(absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts), packed.absmax)(
         packed.absmax, *nested[:3], routing.expert_offsets, room,
         ROWS=n_rows, BLOCKS=blocks, NESTED=nested.blocksize, BR=64, BB=32, enable_fp_fusion=False,
     )  # fmt: skip
     return room
 
 
-class Operands(NamedTuple):
-    """The arguments of kernels on codes besides codes and absmax.
+class Arguments(NamedTuple):
+    """Arguments of kernels on codes, without codes and absmax.
 
     x stands in for absent tensors, and is not read as such.
     """
@@ -265,10 +264,10 @@ class Operands(NamedTuple):
     constants: dict[str, int]
 
     @staticmethod
-    def of(
-        x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    def from_matmul(
+        x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
         span: tuple[int, int], products: Tensor | None,
-    ) -> Operands:  # fmt: skip
+    ) -> Arguments:  # fmt: skip
         """Return those of a product; absmax is the one of `prepare`."""
         spec, factor = matmul.packed.spec, matmul.factor
         strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1
@@ -277,27 +276,25 @@ class Operands(NamedTuple):
         y = torch.empty(routing.count, span[1] - span[0], dtype=x.dtype, device=x.device)
         across = (0, 0, 0) if factor is None else factor.stride()
         order, top_k = (x, 0) if products is None else (routing.order, routing.top_k)
-        assert order is not None
         constants = {
             "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": x.stride(0), "TOP_K": top_k,
             "RANK": 0 if factor is None else factor.shape[2], "BLOCKSIZE": spec.blocksize,
         }  # fmt: skip
-        return Operands(
+        return Arguments(
             order, x if products is None else products, x if factor is None else factor,
             routing.table(matmul.tile), y, (*strides, *span, *across), constants,
         )  # fmt: skip
 
 
 def launch(
-    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `table.Kernel` says."""
     packed, spec, config = matmul.packed, matmul.packed.spec, matmul.cut
-    o = Operands.of(x, matmul, absmax, routing, span, products)
+    o = Arguments.from_matmul(x, matmul, absmax, routing, span, products)
     plain = spec.is_int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(x.device)
-    run_kernel(
-        quantized_kernel, (cdiv(span[1] - span[0], config.features), len(o.tiles) // 2),
+    launcher(quantized_kernel, (cdiv(span[1] - span[0], config.features), len(o.tiles) // 2), x)(
         x, o.order, o.products, packed.flat_codes, absmax,
         packed.absmax if packed.table is None else packed.table,
         o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers, **o.constants,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
 from .gluon_names import async_load, barrier, reinterpret
-from .lang import run_kernel
+from .lang import launcher
 from .limits import (
     TILE,
     WIDE_TILE,
@@ -34,8 +34,8 @@ from .limits import (
     tile_rows,
     wide_tile,
 )
-from .quantized_mm import Operands, prepare
-from .routing import Routing, Tiled
+from .quantized_mm import Arguments, prepare
+from .routing import Routing
 from .table import Kernel, Matmul
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES
 
@@ -365,7 +365,7 @@ def supports(matmul: Matmul) -> bool:
 
 
 def launch(
-    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `table.Kernel` says."""
@@ -374,14 +374,13 @@ def launch(
 
 
 def launch_on(
-    kernel: Any, x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    kernel: Any, x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None, **cut: int,
 ) -> Tensor:  # fmt: skip
     """Launch one of Hopper's two kernels."""
     codes = matmul.packed.flat_codes.view(torch.int32)
-    o = Operands.of(x, matmul, absmax, routing, span, products)
-    run_kernel(
-        kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2),
+    o = Arguments.from_matmul(x, matmul, absmax, routing, span, products)
+    launcher(kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2), x)(
         x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
         routing.count - 1, *o.numbers, **o.constants,
         TABLE=table_asm(matmul.packed.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,

@@ -28,11 +28,11 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
 from .gluon_names import async_load, barrier
-from .lang import run_kernel
+from .lang import launcher
 from .limits import ROWS_IN_REGISTERS, TILE, WIDEST_TILE, cdiv, tile_rows
 from .quantized_mm import prepare
 from .quantized_mm_hopper import block_values, launch_on, load_tail, look_up, source_rows
-from .routing import Routing, Tiled
+from .routing import Routing
 from .table import Kernel, Matmul
 from .weights import NF4
 
@@ -259,8 +259,8 @@ def reorder(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Return rows `(R, K)` of 16 bits, contiguous, in `limits.ORDER`: in `out`, if it is given."""
     out = torch.empty_like(x) if out is None else out
     rows, columns = x.shape
-    run_kernel(
-        reorder_kernel, (cdiv(rows, 16), columns // 256), x.view(torch.int32),
+    launcher(reorder_kernel, (cdiv(rows, 16), columns // 256), x.view(torch.int32))(
+        x.view(torch.int32),
         out.view(torch.int32), rows, COLS=columns, BM=16, num_warps=4,
     )  # fmt: skip
     return out
@@ -283,7 +283,7 @@ def supports(matmul: Matmul) -> bool:
 
 
 def launch(
-    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `table.Kernel` says, in tiles of `WIDEST_TILE` rows."""

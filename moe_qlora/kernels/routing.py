@@ -10,13 +10,12 @@ The results are parts of one int32 tensor, so that autograd and a checkpoint sav
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .lang import run_kernel, tl, triton
+from .lang import launcher, tl, triton
 from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
@@ -98,18 +97,6 @@ def sort_kernel(
         _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
 
 
-@triton.jit(do_not_specialize=["count"])
-def tiles_kernel(
-    expert_offsets, tiles, count,
-    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr,
-):  # fmt: skip
-    """The table of tiles of any expert_offsets."""
-    e = tl.arange(0, EP)
-    low = tl.load(expert_offsets + e, mask=e < E, other=0)
-    total = tl.load(expert_offsets + e + 1, mask=e < E, other=0) - low
-    _tabulate(low, total, tiles, count, E, EP, TILE, TB)
-
-
 @triton.jit
 def _tabulate(
     low, total, tiles, count,
@@ -151,7 +138,7 @@ class Routing:
         return self.expert_offsets[1 : self.experts + 1]
 
     def table(self, tile: int) -> Tensor:
-        """Return the table of tiles of so many rows: of `tile`, or of wide ones where there are."""
+        """Return the table of tiles of `tile` rows."""
         if tile == self.tile:
             return self.tiles
         return self.wide if tile == WIDE_TILE else self.widest
@@ -186,45 +173,14 @@ def route(index: Tensor, experts: int) -> Routing:
     blocks, together = cdiv(count, _BLOCK), min(bins, 8)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
-    run_kernel(count_kernel, (blocks,), index, counts, count, E=experts, EP=bins, BLOCK=_BLOCK)
-    run_kernel(
-        scan_kernel, (bins // together,), counts, totals, blocks, EP=bins, BE=together, BB=256
+    launcher(count_kernel, (blocks,), index)(index, counts, count, E=experts, EP=bins, BLOCK=_BLOCK)
+    launcher(scan_kernel, (bins // together,), counts)(
+        counts, totals, blocks, EP=bins, BE=together, BB=256
     )
-    run_kernel(
-        sort_kernel, (max(1, blocks, *(cdiv(n, _TILES) for n in routing.counts)),),
+    launcher(sort_kernel, (max(1, blocks, *(cdiv(n, _TILES) for n in routing.counts)),), index)(
         index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
         routing.tiles, routing.wide, routing.widest, count, blocks, *routing.counts,
         E=experts, EP=bins, TILE=routing.tile, WIDE=WIDE_TILE, WIDEST=WIDEST_TILE, BLOCK=_BLOCK,
         CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
     return routing
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """Sorted rows with one table of tiles, of any size: for a product by itself."""
-
-    expert_offsets: Tensor  # As of `Routing`
-    experts: int  # E
-    count: int  # R
-    tiles: Tensor  # `(2 n,)`
-    order: Tensor | None = None  # As of `Routing`, for a kernel that fetches rows
-    top_k: int = 1
-
-    def table(self, tile: int) -> Tensor:
-        """Return the table of tiles, whatever `tile` is."""
-        return self.tiles
-
-
-def tabulate(
-    expert_offsets: Tensor, experts: int, count: int, tile: int, order: Tensor | None = None,
-    top_k: int = 1,
-) -> Tiled:  # fmt: skip
-    """Return `count` sorted rows in tiles of `tile` rows; `expert_offsets` are int32."""
-    most = cdiv(tile_counts(count, experts, tile)[0], 2) * 2
-    tiles = torch.empty(2 * most, dtype=torch.int32, device=expert_offsets.device)
-    run_kernel(
-        tiles_kernel, (cdiv(most, _TILES),), expert_offsets, tiles, most,
-        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, TB=_TILES,
-    )  # fmt: skip
-    return Tiled(expert_offsets, experts, count, tiles, order, top_k)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .lang import run_kernel, tl, triton
+from .lang import launcher, tl, triton
 from .limits import cdiv
 from .routing import Routing
 
@@ -133,8 +133,8 @@ def multiply_tokens(
     cut = {"BM": routing.tile, "BK": 64, "num_stages": 1 if bias is not None else 2}
     if routing.tile == ROWS:
         cut = {"BM": ROWS, "BK": min(512, FACTOR_PART // max(rank, 16)), "num_stages": 1}
-    run_kernel(
-        product_kernel, (routing.counts[0],), x, routing.order, x if factor is None else factor,
+    launcher(product_kernel, (routing.counts[0],), x)(
+        x, routing.order, x if factor is None else factor,
         routing.tiles, routing.expert_offsets, out, x if bias is None else bias,
         x if dots is None else dots, scaling,
         K=x.shape[1], TOP_K=routing.top_k, RANK=rank, OVER=over_rows, BIASED=bias is not None,
@@ -151,8 +151,8 @@ def sum_to_tokens(
     width = span[1] - span[0]
     block = min(triton.next_power_of_2(width), 1024)
     others: list[Any] = [y if t is None else t for t in (weights, index, bias)]
-    run_kernel(
-        unpermute_kernel, (tokens, cdiv(width, block)), y, routing.inverse, *others, out, tokens,
+    launcher(unpermute_kernel, (tokens, cdiv(width, block)), y)(
+        y, routing.inverse, *others, out, tokens,
         span[0], size, N=width, TOP_K=routing.top_k, WEIGHTED=weights is not None,
         BIASED=bias is not None, BT=1, BN=block, num_warps=4,
     )  # fmt: skip

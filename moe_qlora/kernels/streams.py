@@ -1,7 +1,7 @@
-"""A second stream in CUDA graphs, on which small kernels run beside large ones.
+"""A second stream in CUDA graphs, on which small kernels overlap large ones.
 
 A layer's products with LoRA's factors, and the gradients of these, wait for memory or fill a part
-of the multiprocessors, and the large products beside them do not need their results yet. A graph
+of the multiprocessors, and the large products after them do not need their results yet. A graph
 replays both at once, for none of the host's time. Outside of a graph all kernels stay on one
 stream, since changing streams takes the host longer than these kernels run.
 """
@@ -33,8 +33,8 @@ class SecondStream:
         self._runs = False
 
     @contextmanager
-    def beside(self, *read: Tensor) -> Iterator[None]:
-        """Run the block's kernels after all before it, and beside those after it, until `join`.
+    def overlapped(self, *read: Tensor) -> Iterator[None]:
+        """Run the block's kernels after all before it, overlapping all after it, until `join`.
 
         Allocate what they write before: memory belongs to the stream that it is allocated on.
 
@@ -51,7 +51,7 @@ class SecondStream:
             yield
 
     def join(self) -> None:
-        """Let what follows wait for the kernels beside."""
+        """Let the first stream wait for the overlapped kernels."""
         if self._runs and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._runs = False

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import cards, workspace
 from .factors import Factors
-from .routing import Routing, Tiled, route
+from .routing import Routing, route
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
@@ -37,7 +37,7 @@ class Matmul(NamedTuple):
     factors: Factors | None = None  # Of LoRA
     kernel: Any = None  # A `Kernel`
     tile: int = 0  # Rows in a tile
-    cut: Any = None  # How the kernel is cut, of its own type; None where that is fixed
+    cut: Any = None  # How the kernel is cut, of its own type; None if that is fixed
 
     @property
     def inner(self) -> int:
@@ -55,7 +55,7 @@ class Matmul(NamedTuple):
         return 0 if self.factors is None else self.factors.rank
 
     @property
-    def beside(self) -> tuple[Tensor | None, Tensor | None]:
+    def stored_factors(self) -> tuple[Tensor | None, Tensor | None]:
         """LoRA's factors: the one to the right of a dequantized weight, and the one below it."""
         if self.factors is None:
             return None, None
@@ -66,7 +66,7 @@ class Matmul(NamedTuple):
     @property
     def factor(self) -> Tensor | None:
         """`(E, N, r)`: the factor that the product's last r columns meet."""
-        right, below = self.beside
+        right, below = self.stored_factors
         return right if self.by_rows or below is None else below.transpose(1, 2)
 
     def spans(self) -> Iterator[tuple[int, int]]:
@@ -140,7 +140,7 @@ def with_kernel(matmul: Matmul, kernel: Kernel) -> Matmul:
     return matmul._replace(kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile))
 
 
-def multiply(x: Tensor, matmul: Matmul, routing: Routing | Tiled, products: Any = None) -> Tensor:
+def multiply(x: Tensor, matmul: Matmul, routing: Routing, products: Any = None) -> Tensor:
     """Return `(R, N)`: a product of all features by itself, outside of a layer."""
     whole = 0, matmul.features
     operand = matmul.kernel.prepare(matmul, routing, whole, "first")

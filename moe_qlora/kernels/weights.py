@@ -115,7 +115,7 @@ class PackedWeight:
     name: str = ""
     # Reads the weight anew where its tensors are freed after the forward: under ZeRO-3, which
     # gathers them into other memory for backward, and where it lies in host memory
-    again: Callable[[], PackedWeight] | None = field(default=None, repr=False)
+    refetch: Callable[[], PackedWeight] | None = field(default=None, repr=False)
     # Reserves the tensors, where they are a copy of what lies in host memory, for as long as this
     # object, or another one with the same tensors, is referenced
     lease: object | None = field(default=None, repr=False)

@@ -37,10 +37,10 @@ Slots = dict[tuple[torch.device, str], _Slot]
 
 @dataclass
 class PlannedWorkspace:
-    """The workspace of a plan: buffers on meta, apart from those that computations use."""
+    """The workspace of a plan: buffers on meta, apart from the real ones."""
 
     cap: int  # Bytes, where the user has set none
-    allocate: Callable[[int], Tensor]  # Returns a buffer of so many bytes on meta
+    allocate: Callable[[int], Tensor]  # Returns a buffer of this many bytes on meta
     slots: Slots = field(default_factory=dict)
 
     @property

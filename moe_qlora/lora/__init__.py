@@ -6,7 +6,7 @@ layers through `target_modules` ("all-linear": no experts, no routers), to exper
 
     model.py        get_peft_model, load_adapter, and the class of the PEFT model
     config.py       adapt_lora_config: the config that PEFT gets, and its file
-    targets.py      which modules and parameters a config means; what is refused, and what is said
+    targets.py      modules and parameters that a config means; refusals and notes
     layer.py        the wrapper of one expert parameter, and PEFT's layers over Linear layers
     inject.py       one line on packed weights and LoRA as training starts
     files.py        save_pretrained and load_adapter of the PEFT model, on one rank or many

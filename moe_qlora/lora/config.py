@@ -21,10 +21,10 @@ from .layer import wrap_parameter
 from .targets import (
     Targets,
     base_model,
-    check_supported,
     is_lora,
     notes_on,
     packed_parameters,
+    refusals,
     resolve_targets,
     rewritten,
 )
@@ -99,31 +99,26 @@ class AdaptedLoraConfig(LoraConfig):
 
 
 def adapt(
-    model: nn.Module,
-    config: PeftConfig,
-    *,
-    experts: bool | Collection[str] = False,
-    router: bool = False,
-    scale_expert_rank: bool | int = False,
-    warn: bool = False,
-) -> PeftConfig:
+    model: nn.Module, config: PeftConfig, *, experts: Any = False, router: bool = False,
+    scale_expert_rank: bool | int = False, warn: bool = False,
+) -> PeftConfig:  # fmt: skip
     """Return the config adapted to a model; `warn` of targets without LoRA, before training."""
     model = base_model(model)
     packed = packed_parameters(model)
-    if not packed:
-        options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-        for option, value in options.items():
-            if value:
-                raise ConfigError(
-                    f"{option}={value!r} is for models with packed experts, and this model has "
-                    "none: load it under moe_qlora.enabled(), or call moe_qlora.quantize_experts; "
-                    "name 16-bit experts in target_parameters, Linear ones in target_modules."
-                )
+    options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
+    for option, value in options.items():
+        if value and not packed:
+            raise ConfigError(
+                f"{option}={value!r} is for models with packed experts, and this model has none: "
+                "load it under moe_qlora.enabled(), or call moe_qlora.quantize_experts; name "
+                "16-bit experts in target_parameters, Linear ones in target_modules."
+            )
     if not packed or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
     asked: Any = _as_asked(config)
     targets = resolve_targets(model, asked, experts=experts, router=router)
-    check_supported(model, asked, targets, packed)
+    for refusal in refusals(model, asked, targets.experts, packed):
+        raise ConfigError(refusal)
     if warn:
         for note in notes_on(model, asked, targets, packed):
             warnings.warn(note, UserWarning, stacklevel=3)

@@ -36,7 +36,7 @@ from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
 from ..packing.parametrize import share_like
-from ..world import NOT_GIVEN, WholeTensor, world
+from ..world import NOT_GIVEN, WholeTensor, runs_distributed, world
 from .targets import WARNING
 
 HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
@@ -243,10 +243,10 @@ def save_pretrained(
         path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion,
         **kwargs,
     )
-    ranks = world()
-    if not ranks.several:
+    if not runs_distributed():
         stock(save_directory, is_main_process=is_main_process)
         return
+    ranks = world()
     folder = absolute(os.fspath(save_directory))
     state_dict = ranks.state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
     if state_dict is None:
@@ -255,7 +255,7 @@ def save_pretrained(
     if ranks.is_divided(self, state_dict):
         names = selected_adapters or list(self.peft_config)
         tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
-    if not ranks.first and not any(tensor.divided for tensor in tensors.values()):
+    if not ranks.is_first() and not any(tensor.divided for tensor in tensors.values()):
         return
 
     def write(read: Callable[[str], Tensor]) -> None:

@@ -41,7 +41,7 @@ from ..detection.weight_reads import weights_read
 from ..errors import AdapterError
 from ..experts.forward import asks_for_lora
 from ..experts.forward_override import bound_forward, forward_property
-from ..experts.operands import LoraFactors, clear_lora_source, set_lora_source
+from ..experts.operands import LoraFactors, set_lora_source
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing import codec, parametrize
@@ -334,7 +334,7 @@ class ParamWrapper(StockParamWrapper):
         self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
     ) -> nn.Module:
         base = super().unload_and_optionally_merge_module(merge, safe_merge, adapter_names)
-        clear_lora_source(base)
+        set_lora_source(base, None)
         return cast(nn.Module, base)
 
     def _unmerge_if_disabled(self) -> None:

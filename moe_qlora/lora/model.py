@@ -290,7 +290,7 @@ class LoraModel(StockLoraModel):
 
 @contextmanager
 def without_false_warning(config: PeftConfig) -> Iterator[None]:
-    """Suppress what PEFT says of patterns for expert parameters: it looks at modules alone."""
+    """Suppress PEFT's warning on patterns for expert parameters: it looks at modules alone."""
     with warnings.catch_warnings():
         if getattr(config, "target_parameters", None):
             said = "The following (rank|alpha)_pattern keys did not match any targeted module"

@@ -50,7 +50,7 @@ _NEAR, _FAR = 3, 8
 def named_modules(
     self: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Return what `nn.Module.named_modules` does; adapt a tuner that calls it (see above)."""
+    """Walk as `nn.Module.named_modules` does, and adapt a tuner that calls it (see above)."""
     if memo is None and not prefix and not torch.compiler.is_compiling():
         frame = _caller(sys._getframe(1), _NEAR, BaseTuner.inject_adapter.__code__)
         if frame is not None and frame.f_locals["model"] is self:

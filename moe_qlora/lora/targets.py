@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -55,7 +56,6 @@ Config = TypeVar("Config", bound=PeftConfig)
 FIELDS = ("exclude_modules", "target_modules", "target_parameters")
 ALL_LINEAR = "all-linear"
 WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
-_HOW = ": pass experts=True"
 # One expert's matrices in transformers v4 and so in most tutorials, besides the model's own names
 # of fused ones.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -74,6 +74,76 @@ _PARTS_OF_KEYS = (
     *("model", "weight", "bias", "base_layer", "modules_to_save", "original_module"),
     *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
 )
+
+
+# What is refused.
+
+
+def refusals(
+    model: nn.Module, config: Any, experts: Sequence[str], packed: Mapping[str, nn.Module]
+) -> Iterator[str]:
+    """Yield a sentence on each setting that packed weights, or LoRA on `experts`, cannot have."""
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
+    for name, module in model.named_modules() if saved else ():
+        if is_packed_linear(module):
+            frozen[unwrapped_name(name)] = (
+                "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in target_modules "
+                "to train LoRA on it"
+            )
+    for name, instead in frozen.items():
+        paths = list(accumulate(name.split("."), "{}.{}".format))
+        for key in saved:
+            if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
+                yield (
+                    f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
+                    f"stays frozen; leave it out, or {instead}."
+                )
+    for name in experts:
+        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
+        if len(shape) > 3:
+            yield (
+                f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts two or "
+                "three dimensions; leave it out."
+            )
+    if experts and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
+        setting, value, reason = found
+        shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
+        yield (
+            f"{setting}={shown!r} does not work for LoRA on packed experts ({experts[0]}): "
+            f"{reason}; unset it, or leave the experts out of target_parameters."
+        )
+    if experts and not is_lora(config):
+        kind = type(config).__name__
+        yield f"{kind} does not work for packed experts ({experts[0]}); use a LoraConfig for them."
+    for name in experts:
+        check_dropout(name, packed[name], getattr(config, "lora_dropout", 0.0))
+
+
+def check_dropout(name: str, module: nn.Module, probability: float) -> None:
+    """Refuse dropout where only the module's own forward runs, which reads the sum W + s B A."""
+    if probability and not can_serve(module):
+        raise ConfigError(
+            f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "
+            "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "
+            "experts out of target_parameters."
+        )
+
+
+def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
+    """Raise where one of several adapters has the name of a part of the model.
+
+    PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
+    """
+    if len(adapters) < 2:
+        return
+    names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
+    parts = {*_PARTS_OF_KEYS}.union(*(name.split(".") for name in names))
+    for name in sorted(parts.intersection(adapters)):
+        raise AdapterError(
+            f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
+            "there out of the files of other adapters: give it another name."
+        )
 
 
 # Packed parameters, and Linear layers that LoRA cannot serve.
@@ -193,7 +263,7 @@ def is_all_linear(config: Any) -> bool:
 
 
 def is_lora(config: PeftConfig) -> bool:
-    """Tell whether this is LoRA, a host's own class included; AdaLoRA is so by class alone."""
+    """Whether this is LoRA, a host's own class included; AdaLoRA derives from `LoraConfig` too."""
     return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
 
 
@@ -206,7 +276,7 @@ def changed(config: Config, **fields: Any) -> Config:
 
 
 def rewritten(model: nn.Module, config: Config) -> Config | None:
-    """Return the config as PEFT would rewrite it for this model; None where no target changes."""
+    """Return the config as PEFT would rewrite it for this model, or None for no change."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if config.peft_type != PeftType.LORA or model_type is None:
         return None
@@ -306,8 +376,8 @@ class Targets:
     parameters: Sequence[str] | None
     experts: tuple[str, ...]  # the packed parameters that get LoRA, in model order
     written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
-    left_out: str = ""  # one sentence on modules that targets name and LoRA cannot serve
-    reload: str = ""  # one sentence where stock PEFT, given the saved config, adapts others
+    left_out: str = ""  # one sentence on targets that LoRA cannot serve, or ""
+    reload: str = ""  # one sentence if stock PEFT would load the saved config wrong, or ""
 
 
 def resolve_targets(
@@ -317,7 +387,7 @@ def resolve_targets(
     experts: bool | Collection[str] = False,
     router: bool = False,
 ) -> Targets:
-    """Return the fields of PEFT's config for a model from a config in the caller's spelling."""
+    """Resolve a config in the caller's spelling into the fields that PEFT gets for a model."""
     model, asked = base_model(model), cast(Any, changed(config))
     packed, everything = packed_parameters(model), is_all_linear(config)
     added = expert_parameters(model, experts) if experts and packed else []
@@ -472,12 +542,12 @@ def _reload_note(
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
     # parameters need full names too.
-    beside = [
+    plain = [
         join(name, parameter)
         for name, module in packed_modules(model)
         for parameter, _ in module.named_parameters(recurse=False)
     ]
-    known = _merge(packed, beside)
+    known = _merge(packed, plain)
     full = [name for name in known if any(names_parameter(target, name) for target in named)]
     every = {
         unwrapped_name(n) for n, _ in model.named_parameters() if ".parametrizations." not in n
@@ -544,73 +614,7 @@ def target_parameters(
     return extend("target_parameters", existing, names)
 
 
-# What is refused, and what is said before training.
-
-
-def check_supported(
-    model: nn.Module, config: PeftConfig, targets: Targets, packed: Mapping[str, nn.Module]
-) -> None:
-    """Refuse settings, and shapes of weights, that packed weights cannot have."""
-    experts = targets.experts
-    frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
-    frozen |= {
-        unwrapped_name(name): "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in "
-        "target_modules to train LoRA on it"
-        for name, module in model.named_modules()
-        if is_packed_linear(module)
-    }
-    for name, instead in frozen.items():
-        parts = name.split(".")
-        paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-        for key in getattr(config, "modules_to_save", None) or ():
-            if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
-                raise ConfigError(
-                    f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
-                    f"stays frozen; leave it out, or {instead}."
-                )
-    for name in experts:
-        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
-        if len(shape) > 3:
-            said = f"target_parameters names {name}, a weight of shape {shape}"
-            raise ConfigError(f"{said}: PEFT adapts two or three dimensions; leave it out.")
-    if experts and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
-        setting, value, reason = found
-        shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
-        raise ConfigError(
-            f"{setting}={shown!r} does not work for LoRA on packed experts ({experts[0]}): "
-            f"{reason}; unset it, or leave the experts out of target_parameters."
-        )
-    if experts and not is_lora(config):
-        said = f"{type(config).__name__} does not work for packed experts ({experts[0]})"
-        raise ConfigError(f"{said}; use a LoraConfig for them.")
-    for name in experts:
-        check_dropout(name, packed[name], getattr(config, "lora_dropout", 0.0))
-
-
-def check_dropout(name: str, module: nn.Module, probability: float) -> None:
-    """Refuse dropout where only the module's own forward runs, which reads the sum W + s B A."""
-    if probability and not can_serve(module):
-        raise ConfigError(
-            f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "
-            "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "
-            "experts out of target_parameters."
-        )
-
-
-def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
-    """Raise where one of several adapters has the name of a part of the model.
-
-    PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
-    """
-    if len(adapters) < 2:
-        return
-    names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
-    parts = {*_PARTS_OF_KEYS}.union(*(name.split(".") for name in names))
-    for name in sorted(parts.intersection(adapters)):
-        raise AdapterError(
-            f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
-            "there out of the files of other adapters: give it another name."
-        )
+# Notes before training.
 
 
 def notes_on(
@@ -638,7 +642,10 @@ def notes_on(
             f"target_modules names {words}, and it reaches modules only, so that {len(names)} "
             f"packed expert weights ({patterns(names)}) get no LoRA"
         )
-        how = f"{_HOW}, or target_parameters=moe_qlora.target_parameters(model) in the config"
+        how = (
+            ": pass experts=True, or target_parameters=moe_qlora.target_parameters(model) in the "
+            'config, or name experts among the targets of a plan, as in "attention,experts"'
+        )
         if not targets.parameters and not reached:
             raise ConfigError(f"{said}, and nothing else does{how}.")
         yield (
@@ -652,10 +659,3 @@ def notes_on(
         if idle and targets.parameters:
             yield f"{setting} names {', '.join(sorted(idle))}, and nothing that gets LoRA; mend it."
     yield from filter(None, (targets.left_out, targets.reload))
-
-
-def for_target_names(message: str) -> str:
-    """Return a note on experts for targets separated by commas, as `plan` has them."""
-    head, found, _ = message.partition(_HOW)
-    cure = ': name experts among the targets, as in "attention,experts".'
-    return head + cure if found else message

@@ -53,7 +53,6 @@ class Bnb4bit(Codec):
 
     bits = 4
     scales = ABSMAX
-    ends = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE)
     packs_linears = has_record = in_quant_state = decodes_whole = True
 
     def __init__(self, kind: str, *, is_default: bool = False) -> None:

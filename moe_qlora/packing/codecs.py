@@ -88,11 +88,6 @@ class Codec:
     decodes_whole = False  # `decode` needs no temporaries of the decoded weights' size
     linear_dtype: torch.dtype | None = None  # that bitsandbytes casts Linear weights to; None: none
 
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """The ends of all keys but the codes' and a record's."""
-        return (self.scales,)
-
     def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
         return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}

@@ -322,7 +322,7 @@ def fetched(chain: Any) -> PackedWeight:
         return cast(PackedWeight, host.fetch(chain))
     packed = read(chain.original, chain[0])
     if hasattr(chain.original, "ds_id"):
-        packed.again = partial(fetched, chain)
+        packed.refetch = partial(fetched, chain)
     return packed
 
 
@@ -331,8 +331,8 @@ def _unpacked(chain: PackedList) -> Tensor:
     """Return what `ParametrizationList.forward` does of a weight in host memory."""
     with torch.no_grad():
         weight = unpack(fetched(chain))
-    for key in range(1, len(chain)):
-        weight = chain[key](weight)
+    for last in [*chain][1:]:
+        weight = last(weight)
     return weight
 
 
@@ -349,7 +349,7 @@ def read_linear(layer: Any) -> PackedWeight:
         packed = settings.codec.assemble(tensors, shape, torch.float16, settings)
         return replace(packed, owner=weight)
     codes, state = layer.weight.data, layer.weight.quant_state
-    if _is_converted(layer):
+    if getattr(state, "packing_format_for_cpu", False):
         import bitsandbytes.nn.modules as bnb_modules
 
         absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
@@ -398,14 +398,10 @@ def keep_layout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, bnb.Linear4bit):
             layer: Any = module
-            if _is_converted(layer):
+            state = getattr(layer.weight, "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
                 write_linear(layer, read_linear(layer))
             layer.support_avx512bf16_for_cpu = False
-
-
-def _is_converted(layer: Any) -> bool:
-    state = getattr(layer.weight, "quant_state", None)
-    return bool(getattr(state, "packing_format_for_cpu", False))
 
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.utils.parametrize as P
@@ -205,6 +205,37 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
     return first if isinstance(first, bnb_parametrize.Bnb4bitParametrization) else None
+
+
+class Place(NamedTuple):
+    """Where a packed weight sits whose statistics are parameters; or a plain one."""
+
+    name: str  # of the weight
+    owner: nn.Module  # with the codes as its parameter `leaf`
+    leaf: str
+    decoder: Any = None  # with the statistics
+    codes: str = ""  # key of the codes in a state dict
+    statistics: str = ""  # begin of the keys of the statistics
+
+    def tensors(self) -> list[Any]:
+        """Return the codes or plain tensor as it is now, and the statistics."""
+        statistics = () if self.decoder is None else self.decoder.parameters()
+        return [getattr(self.owner, self.leaf), *statistics]
+
+
+def packed_places(model: nn.Module) -> Iterator[Place]:
+    """Yield each packed weight, an expert's or a Linear layer's, under all of its names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        at = f"{name}." if name else ""
+        for leaf in packed_names(module):
+            if not is_foreign(module, leaf):
+                chain: Any = parametrization_list(module, leaf)
+                own = f"{at}parametrizations.{leaf}."
+                yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
+        decoder = module._modules.get("statistics")
+        if isinstance(decoder, Decoder):
+            codes = f"{at}weight"
+            yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 
 
 def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -25,19 +24,10 @@ SKIPPED = "skipped"
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
-@dataclass(frozen=True)
-class WeightSelection:
-    """One expert weight, its status (one of the three above), and why it is not packed."""
-
-    param: ExpertParam
-    status: str
-    reason: str = ""
-
-
 def select_weights(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
-) -> list[WeightSelection]:
-    """Decide for every expert weight of a model, which may be on meta, whether it is to be packed.
+) -> list[tuple[ExpertParam, str, str]]:
+    """Return each expert weight of a model, which may be on meta, its status, and why it is that.
 
     A skip pattern that matches nothing is a warning.
     """
@@ -63,20 +53,18 @@ def select_weights(
             return f".{name}".endswith(f".{pattern}") or bool(re.fullmatch(pattern, name))
         return False
 
-    def select(param: ExpertParam) -> WeightSelection:
+    def select(param: ExpertParam) -> tuple[str, str]:
         module = model.get_submodule(param.module_name)
         if parametrize.is_packed(module, param.parameter_name):
             foreign = parametrize.is_foreign(module, param.parameter_name)
-            reason = "packed by bitsandbytes' own helper" if foreign else ""
-            return WeightSelection(param, ALREADY_QUANTIZED, reason)
+            return ALREADY_QUANTIZED, "packed by bitsandbytes' own helper" if foreign else ""
         if any(covers(pattern, name) for pattern in left for name in param.names):
-            return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
-        skipping = skipping_pattern(param, settings.skip_modules)
-        if skipping is not None:
-            return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {skipping!r}")
-        return WeightSelection(param, QUANTIZED)
+            return SKIPPED, "left to the config's own target_parameters"
+        if (skipping := skipping_pattern(param, settings.skip_modules)) is not None:
+            return SKIPPED, f"llm_int8_skip_modules names {skipping!r}"
+        return QUANTIZED, ""
 
-    return [select(param) for param in layout.experts]
+    return [(param, *select(param)) for param in layout.experts]
 
 
 def weights_to_pack(
@@ -84,7 +72,7 @@ def weights_to_pack(
 ) -> list[ExpertParam]:
     """Return the expert weights that `quantize_experts` would pack."""
     selections = select_weights(model, layout, config, settings)
-    return [selection.param for selection in selections if selection.status == QUANTIZED]
+    return [param for param, status, _ in selections if status == QUANTIZED]
 
 
 def is_skipped(name: str, patterns: Iterable[str]) -> bool:

@@ -311,12 +311,9 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
         with torch.device("meta"):  # low_cpu_mem_usage allocates first, whatever the rank
             options: Any = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
             meta.model = get_peft_model(meta.base, config, unpacked_ok=True, **options)
+    except ConfigError:
+        raise
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            said = targets.for_target_names(str(error))
-            if lora_config is None and said != str(error):
-                raise ConfigError(said) from error
-            raise
         raise ConfigError(f"PEFT cannot put LoRA on {settings.targets!r}: {error}") from error
     dtype = DTYPES[settings.adapter_dtype]
     trained: dict[str, list[BlockTensor]] = {}

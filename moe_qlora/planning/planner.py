@@ -281,8 +281,7 @@ class Planner:
                 if notes:
                     return None
                 meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
-            by_name = self.lora_config is None
-            self.notes += map(targets.for_target_names, notes) if by_name else notes
+            self.notes += notes
             meta_model.fake_packed(meta)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):

@@ -4,7 +4,7 @@ layers.py       the one owner of a decoder layer's forward: level, compiled, rec
 prepare.py      sets all parts on one model; open it first. liger.py: Liger's kernels
 fit.py          what decoder layers keep for backward in the given memory
 flat_rows.py    batches as one row of real tokens; segments.py: its attention
-graphs.py       decoder layers as CUDA graphs: recording.py, lent.py, passes.py
+graphs.py       decoder layers as CUDA graphs
 offload.py      packed experts in host memory; slots.py: where they are copied to ahead of use
 joined_lora.py  LoRA layers with the same input, as one product
 early_loss.py   a loss that Trainer reads while the GPU computes; module_walks.py: its walks

@@ -16,18 +16,17 @@ from torch.utils.hooks import RemovableHandle
 
 _LOOKS = (torch.isnan, torch.isinf)
 _BACKWARD = (Tensor.backward, torch.autograd.grad)  # They compute layers again, as in forward
+# What leaves a finite loss finite: with numbers, such as those of steps and of processes
 _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
-"""What leaves a finite loss finite: with numbers, such as those of steps and of processes."""
 
 
 def copy_losses_early(model: nn.Module) -> RemovableHandle:
     """Let the loss in a model's output be an `EarlyLoss`; return how to undo it."""
 
     def replace(_: nn.Module, __: Any, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if torch.compiler.is_compiling():
-            return
-        if type(loss) is Tensor and loss.dim() == 0 and loss.requires_grad:
+        loss: Any = output.get("loss") if isinstance(output, dict) else None
+        plain = type(loss) is Tensor and loss.dim() == 0 and loss.requires_grad
+        if plain and not torch.compiler.is_compiling():
             output["loss"] = EarlyLoss.of(loss)
 
     return model.register_forward_hook(replace)
@@ -49,22 +48,21 @@ class EarlyLoss(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _BACKWARD:
-            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            copy = args[0]._copy if args and isinstance(args[0], cls) else None
-            if copy is None or args[0]._version != copy[2] or func not in (*_LOOKS, *_KEEPS):
-                return func(*args, **(kwargs or {}))
-            if func in _LOOKS:
+            copy: Any = args[0]._copy if args and isinstance(args[0], cls) else None
+            known = copy is not None and args[0]._version == copy[2]
+            if known and func in _LOOKS:
                 if copy[1] is not None:
                     copy[1].synchronize()
                 return func(copy[0])
-            found = func(*args, **(kwargs or {}))
-            if any(isinstance(other, Tensor) for other in args[1:]):
-                return found
-            found = found.as_subclass(cls)
-            found._copy = *copy[:2], found._version
+            found = func(*args, **kwargs)
+            if known and func in _KEEPS and not any(isinstance(x, Tensor) for x in args[1:]):
+                found = found.as_subclass(cls)
+                found._copy = *copy[:2], found._version
             return found
 
     def __format__(self, spec: str) -> str:

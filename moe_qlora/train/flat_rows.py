@@ -6,10 +6,9 @@
         -> hidden states, router logits `(B, T, ...)`, zeros at padding
 
 `L` is one of a few lengths, which come from the batches that come (`RowLengths`): CUDA graphs are
-recorded for each of these. Compiled layers serve all of them. What calls the model, such as the
-head, the loss or a trainer, sees no difference. The forward of the decoder stack is replaced on its
-instance. Numbers of tokens and segments are read from the device where there is a mask or positions
-are given, as transformers reads masks; the segments themselves are found on the device.
+recorded for each of these. Compiled layers serve all of them. The forward of the decoder stack is
+replaced on its instance, so that the head, the loss and a trainer see no difference. Where there is
+a mask or positions, numbers of tokens and segments are read from the device.
 """
 
 from __future__ import annotations
@@ -190,7 +189,6 @@ class FlatRows:
         self.obstacle = obstacle(stack)
         self._names = parameters_of(stack)
         self._said: set[str] = set()
-        self._plain: tuple[Any, _Row] | None = None
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         self._watch = watch_packed_rows(stack)
@@ -219,31 +217,20 @@ class FlatRows:
             return self._own(**given)
         trains = self.stack.training and torch.is_grad_enabled()
         # An evaluation of plain rows expects a cache, unless it says that it does not.
-        wanted = trains or given.get("use_cache") is False
         cached = any(given.get(name) is not None for name in CACHES)
+        wanted = trains or given.get("use_cache") is False
         if not wanted and (cached or packed_starts(given) is None):
             return self._own(**given)
-        reason = _reason(self.stack, given)
-        if reason is not None:
-            if trains and reason not in self._said:
-                self._said.add(reason)
-                _log.warning("prepare_training: a batch runs in its own shape: it %s.", reason)
-            return self._apart(given)
-        return self._flat(given, trains)
-
-    def _own(self, **given: Any) -> Any:
-        if self._before is not None:
-            return self._before(**given)
-        return type(self.stack).forward(self.stack, **given)
-
-    def _apart(self, given: dict[str, Any]) -> Any:
-        """Run rows in their own shape, which is not recorded."""
-        return self._own(**kept_apart(self.stack, given, self._own))
-
-    def _flat(self, given: dict[str, Any], trains: bool) -> Any:
-        row = self._row(given, trains)
+        reason, row = _reason(self.stack, given, cached), None
+        if reason is None:
+            # Attention wants masks of all pairs of tokens where flash attention has none.
+            dense = not getattr(self.stack, "_supports_flash_attn", False)
+            row = _Row.of(given, self.longest, self.lengths if trains else None, dense)
+        elif trains and reason not in self._said:
+            self._said.add(reason)
+            _log.warning("prepare_training: a batch runs in its own shape: it %s.", reason)
         if row is None:
-            return self._apart(given)
+            return self._own(**kept_apart(self.stack, given, self._own))
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -259,25 +246,15 @@ class FlatRows:
         finally:
             running.reset(token)
 
-    def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
-        """Return the row of a batch; that of recorded plain rows is the same each step."""
-        lengths, tokens = self.lengths if trains else None, tokens_of(given)
-        plain = trains and all(given.get(name) is None for name in PLACES)
-        key = tokens.shape[:2], tokens.device
-        if plain and self._plain is not None and self._plain[0] == key:
-            return self._plain[1]
-        # Attention wants masks of all pairs of tokens where flash attention has none.
-        dense = not getattr(self.stack, "_supports_flash_attn", False)
-        row = _Row.of(given, self.longest, lengths, dense)
-        self._plain = None
-        if plain and row is not None and row.segments.recorded and not row.segments.alone:
-            self._plain = key, row
-        return row
+    def _own(self, **given: Any) -> Any:
+        if self._before is not None:
+            return self._before(**given)
+        return type(self.stack).forward(self.stack, **given)
 
 
-def _reason(stack: Any, given: dict[str, Any]) -> str | None:
+def _reason(stack: Any, given: dict[str, Any], cached: bool) -> str | None:
     """Return why a call cannot run as a flat row, or None."""
-    if given.get("use_cache") or any(given.get(name) is not None for name in CACHES):
+    if given.get("use_cache") or cached:
         return "has a key-value cache (use_cache)"
     attentions = given.get("output_attentions")
     if getattr(stack.config, "output_attentions", False) if attentions is None else attentions:

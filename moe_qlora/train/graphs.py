@@ -8,21 +8,15 @@ with two calls of the driver:
     backward   the same, and the output's gradient -> gradients of the hidden states and of the
                layer's trained weights; computes again what the layer does not keep
 
-What a layer keeps (`planning/levels.py`) lies in the pool of graphs, which all share. Layers are
-recorded in the order in which they run, forwards and then backwards, and are replayed in that
-order: so memory that a layer's backward gives back is used again, as in a step without graphs, and
-nothing that is kept is overwritten. Another forward before the backward of the first would do so,
-and runs without graphs where one of them keeps something. What graphs return is lent, and not
-copied (`lent.py`).
+All graphs share a memory pool, in which lies what layers keep (`planning/levels.py`). In a pass,
+which is a forward of the model and its backward, all layers are recorded or all are replayed:
+forwards in their order, then backwards. So memory that a layer's backward gives back is used again,
+as in a step without graphs, and nothing that is kept is overwritten. The first layer decides. A
+pass that begins before the backward of the last one runs without graphs. So does a layer that
+cannot be replayed as it was recorded, and the next pass records all anew.
 
 A graph reads packed experts where they were when it was recorded: on the device, or in a layer's
-slot (slots.py). While it is recorded or replayed, its call holds a `_Reserved`, which has waited
-for the copy to the slot, and whose end lets the slot be filled again. Where experts have moved
-since, the call is recorded anew.
-
-With `output_router_logits=True`, hooks of transformers append the routers' logits to a list, for
-the loss that balances experts. A replay calls no hooks: so a layer is recorded under a list of its
-own, and each replay adds its logits to the model's.
+slot (slots.py), which a lease keeps filled meanwhile.
 """
 
 from __future__ import annotations
@@ -30,52 +24,66 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils import output_capturing
 
 from ..errors import first_line
-from ..kernels.workspace import in_backward
+from ..kernels import workspace
 from ..packing.decoders import PackedList
 from ..planning import levels
-from . import recording, segments
+from . import segments
 from .layers import LayerRunner, decoder_layers, runner_of
-from .lent import Lender, is_at
-from .passes import Passes
-from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
 
 _MOST = 8  # Recorded calls of a layer: the one not run for longest is given up for a ninth
-_UNKNOWN = object()  # A kind of call that has not come before; None: one that is not recorded
 _LOGITS = "router_logits"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_RECORDS, _REPLAYS, _RUNS = "records", "replays", "runs without graphs"  # Layers of a pass
+_KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
+"""Origins of hooks that a graph may skip: the recording contains their effect."""
+
+
+class ObstacleError(Exception):
+    """A call cannot be recorded, for this reason."""
 
 
 class LayerGraphs:
     """A model's decoder layers as CUDA graphs, and what these share.
 
-    The first call of a layer runs eagerly, for what compilers and libraries do once. So do calls
-    that cannot be recorded, and a warning gives the reason once. Adapters may be switched,
-    disabled, added and saved at any time. Gradients are those of the same kernels.
+    The first pass runs without graphs, for what compilers and libraries do once. So do calls that
+    cannot be recorded, and a warning gives the reason once. Adapters may be switched, disabled,
+    added and saved at any time. Gradients are those of the same kernels.
     """
 
     def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.passes, self.lender = Passes(), Lender()
-        self._buffers: dict[Hashable, Tensor] = {}
-        self._sources: dict[int, tuple[Tensor, int]] = {}
+        self._start()
+        self.count = 0  # Of passes, but those that run before another one's backward
+        self.waits: set[Any] | None = None  # Referenced by calls of a pass until their backward
+        self._waits: Callable[[], Any] = lambda: None
+        self._pass: str | None = None  # None: the first layer will decide
+        self._last, self._ran = -1, False
         self._warned: set[str] = set()
-        self._pool_of = -1  # The pass in which the pool was made
         layers = decoder_layers(model).values()
         self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
         for place, runner in enumerate(self._runners):
-            runner.graphs, runner.calls = self, LayerCalls(model, runner.layer, place)
+            runner.graphs, runner.calls = self, LayerCalls(runner.layer, place)
+
+    def _start(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._buffers: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
+        self._outdated = False  # Whether a layer could not be replayed as it was recorded
 
     @property
     def _calls(self) -> list[LayerCalls]:
@@ -84,153 +92,119 @@ class LayerGraphs:
     @property
     def recorded(self) -> int:
         """Number of recorded calls, of two graphs each."""
-        return sum(call is not None for each in self._calls for call in each.known.values())
+        return sum(len(each.known) for each in self._calls)
 
     def remove(self) -> None:
         """Let the layers run without graphs, and free these."""
+        self.forget()
         for runner in self._runners:
             runner.graphs = runner.calls = None
             runner.end()
         self._runners = []
-        self._buffers.clear()
-        self._sources.clear()
-        self.lender = Lender()
 
     def forget(self) -> None:
-        """Give back what was recorded."""
+        """Give back what was recorded; the next pass runs without graphs."""
         for each in self._calls:
             each.known.clear()
+        self._start()
+        self._ran = False
 
-    def buffer(self, role: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+    def buffer(self, role: Hashable, like: Tensor) -> Tensor:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
-        key = role, tuple(shape), like.dtype, like.device
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-        return self._buffers[key]
-
-    def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to the graphs' buffers, except unchanged ones.
-
-        Hidden states come first: they always change, and a reference would keep them alive.
-        """
-        if not is_at(buffers[0], leaves[0]):
-            buffers[0].data.copy_(leaves[0])
-        for buffer, leaf in zip(buffers[1:], leaves[1:], strict=True):
-            if isinstance(leaf, Tensor):
-                source, version = self._sources.get(id(buffer), (None, 0))
-                # A reference to the source prevents a new tensor at the same address.
-                if source is not leaf or version != leaf._version:
-                    # By an alias: autograd would refuse what a recorded backward has of it.
-                    buffer.data.copy_(leaf)
-                    source = leaf.detach() if leaf.requires_grad else leaf
-                    self._sources[id(buffer)] = source, leaf._version
+        key = role, like.shape, like.dtype, like.device
+        if (found := self._buffers.get(key)) is None:
+            found = torch.empty_like(like, memory_format=torch.contiguous_format)
+            self._buffers[key] = found
+        return found
 
     def run(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
         """Run a layer in training: replay its call, record it, or compute it."""
-        calls: LayerCalls = runner.calls
         row = segments.running.get()
-        # In backward, a checkpoint around the layer computes it again: no new pass.
-        again = in_backward()
-        admitted = again or self.passes.enters(calls.place, keeps=level != levels.RECOMPUTE)
-        if row is not None and row.alone and calls.place == 0 and not again:
-            self._make_room(runner)
-        if admitted and row is not None and row.recorded and not runner.measured:
+        if row is not None and not runner.measured:
+            self._enter(runner, row)
             try:
-                if (reserved := calls.reserve()) is not None:
-                    leaves, structure, kind = calls.describe(args, kwargs)
-                    make = partial(self._record, runner, calls, level, leaves, structure)
-                    call = self._replayable(calls, kind, level, make)
-                    if call is not None:
-                        out, *logits = call.run(leaves)
-                        del reserved
-                        if gathered := output_capturing._active_collector.get():
-                            gathered[_LOGITS].extend(logits)  # Not in a recomputation
-                        return out
+                if row.recorded and (found := self._found(runner, level, args, kwargs)) is not None:
+                    out, *logits = found
+                    if logits:  # The model's hooks, which a replay does not call, would gather them
+                        output_capturing._active_collector.get()[_LOGITS].extend(logits)
+                    return out
             except ObstacleError as met:
-                self.warn(str(met))
+                self._warn(str(met))
         if self.recorded and not (runner.fits_beside or runner.measured):
             level = levels.RECOMPUTE
         return _compute(runner, level, args, kwargs, preserve_rng_state=True)
 
-    def _make_room(self, runner: LayerRunner) -> None:
-        """Before a row that memory holds alone, give back graphs, unless a backward needs them."""
-        fits = runner.fits_beside or runner.measured
-        if fits or not self.recorded or self.passes.is_waiting:
-            return
-        for each in self._calls:
-            each.known = dict.fromkeys(each.known)  # The next call of a known kind is recorded
-        self.lender.settle()
-        self.lender = Lender()
-        self._buffers.clear()
-        self._sources.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+    def _enter(self, runner: LayerRunner, row: segments.Segments) -> None:
+        """Note that a layer runs; where a pass begins, whether its graphs may run."""
+        if runner.calls.place <= self._last:
+            self.waits, self._pass = None, _RUNS
+            if self._waits() is None:
+                self.waits, self._pass = set(), None
+                self._waits = weakref.ref(self.waits)
+                self.count += 1
+                # The memory of graphs is needed where it does not hold a row beside them.
+                if self._outdated or (row.alone and not runner.fits_beside and self.recorded):
+                    self.forget()
+                    self._ran = True
+                    gc.collect()
+                    torch.cuda.empty_cache()
+        self._last = runner.calls.place
 
-    def _replayable(
-        self, calls: LayerCalls, kind: Hashable, level: str, make: Callable[[], RecordedCall]
-    ) -> RecordedCall | None:
-        """Return a call's graphs if it may run them now; after a change of level, others."""
-        known = calls.known.get(kind, _UNKNOWN)
-        call = known if isinstance(known, RecordedCall) else None
-        if call is not None and (call.level != level or self.passes.is_outdated(call)):
-            call = None
-        records = bool(calls.known)  # The very first call runs without graphs
-        if known is _UNKNOWN and len(calls.known) >= _MOST:
-            oldest = min(calls.known, key=lambda k: getattr(calls.known[k], "last_pass", -1))
-            del calls.known[oldest]
-        if call is None and records:
-            call = make()
-        if call is not known:
-            calls.known[kind] = call
+    def _found(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of a replay, of a call that may be recorded before; else None."""
+        calls: LayerCalls = runner.calls
+        if (reserved := calls.reserve()) is None:
+            return None
+        if calls.places != reserved[0]:
+            calls.places = reserved[0]
+            calls.known.clear()
+        leaves, role, kind = calls.describe(args, kwargs)
+        call = calls.known.pop(kind, None)
+        fits = call is not None and call.level == level
+        if self._pass is None:
+            self._pass = _REPLAYS if fits else _RECORDS if self._ran else _RUNS
+            self._ran = True
+        if self._pass == _RECORDS:
+            call, fits = self._record(runner, level, args, kwargs, leaves, role), True
+            if len(calls.known) == _MOST:
+                del calls.known[next(iter(calls.known))]
         if call is not None:
-            call.last_pass = self.passes.count
-        return call
+            calls.known[kind] = call  # The last of all
+            if fits and self._pass != _RUNS:
+                return call.run(leaves)
+        self._outdated |= self._pass == _REPLAYS
+        return None
 
     def _record(
-        self,
-        runner: LayerRunner,
-        calls: LayerCalls,
-        level: str,
-        leaves: list[Any],
-        structure: Hashable,
+        self, runner: LayerRunner, level: str, args: Any, kwargs: Any, leaves: Any, role: Hashable
     ) -> RecordedCall:
         """Record a call of a layer; after a failure, all layers run without graphs."""
-        gathers = _gathers_logits()
+        gathers = output_capturing._active_collector.get()
+        _, structure = tree_flatten((args, kwargs))
 
         def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
-            args, kwargs = unflatten(structure, iter(arguments))
-            with _gathering(gathers) as logits:
+            args, kwargs = tree_unflatten(arguments, structure)
+            with _gathering(bool(gathers)) as logits:
                 out = _compute(runner, level, args, kwargs, preserve_rng_state=False)
             return out, *logits
 
-        pools = {call.pool for each in self._calls for call in each.known.values() if call}
-        replays = self.passes.is_replaying
-        if self.pool not in pools or (replays and self._pool_of != self.passes.count):
-            # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
-            # torch has given it up, as it does when a pool's last graph is gone.
-            self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count
-            torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
+        reserve = partial(runner.calls.reserve, runner.calls.places)
         try:
-            with _gathering(False):  # A checkpoint's recomputation in warming up
-                made = RecordedCall(
-                    runner.layer, compute, self, leaves,
-                    reserve=partial(calls.reserve_at, calls.places), role=structure, level=level,
-                )  # fmt: skip
+            with _gathering(False):  # A checkpoint's recomputation before the recording
+                return RecordedCall(runner.layer, compute, self, leaves, role, level, reserve)
         except ObstacleError:
             runner.graphs = runner.calls = None
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
             raise ObstacleError(self._give_up(leaves[0].device, self.pool, error)) from None
-        self.passes.records(made)
-        return made
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
-        """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
-        if self._calls:
+        """Record a call's backward, unless it was forgotten meanwhile; likewise."""
+        if self._calls and call.count == self.count and call.pool == self.pool:
             try:
                 record()
             except Exception as error:  # noqa: BLE001 - capture may fail with anything
-                self.warn(self._give_up(call.x.device, call.pool, error))
+                self._warn(self._give_up(call.x.device, call.pool, error))
 
     def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
         """Let all layers run eagerly after an error in recording; return the reason in words."""
@@ -239,13 +213,16 @@ class LayerGraphs:
         while failed is not None:  # Frames hold tensors of a recording that is no more
             traceback.clear_frames(failed.__traceback__)
             failed = failed.__context__
-        end_recording(device, pool)
+        generator = torch.cuda.default_generators[device.index]
+        # It still belongs to the graph, and refuses to draw numbers.
+        generator.graphsafe_set_state(generator.clone_state())
+        with suppress(RuntimeError):  # If the recording failed earlier
+            torch._C._cuda_endAllocateToPool(device.index, pool)
         for runner in self._runners:
             runner.graphs = runner.calls = None
         return f"recording it failed ({type(error).__name__}: {first_line(error)})"
 
-    def warn(self, reason: str) -> None:
-        """Warn that layers run eagerly, once for each reason."""
+    def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("prepare_training: a decoder layer runs without CUDA graphs: %s.", reason)
@@ -253,41 +230,21 @@ class LayerGraphs:
 
 def _compute(runner: LayerRunner, level: str, args: Any, kwargs: Any, **how: Any) -> Any:
     # In autocast's state of a recording, so that compilers need not compile for two.
-    with recording.uncached_autocast():
+    with uncached_autocast():
         return runner.compute(level, args, kwargs, **how)
-
-
-class _Reserved(NamedTuple):
-    """Experts that stay where they are as long as this is referenced."""
-
-    places: tuple[Hashable, ...]  # Equal where all are at the same addresses
-    leases: list[object]
 
 
 class LayerCalls:
     """The calls of one decoder layer: which are of one kind, and what is recorded of each."""
 
-    def __init__(self, model: nn.Module, layer: nn.Module, place: int) -> None:
-        self.model, self.layer, self.place = model, layer, place
-        self.known: dict[Hashable, RecordedCall | None] = {}  # By kind
-        self.places: Any = None  # Of the experts, when calls were recorded
+    def __init__(self, layer: nn.Module, place: int) -> None:
+        self.layer, self.place = layer, place
+        self.known: dict[Hashable, RecordedCall] = {}  # By kind; the one run last is the last
+        self.places: Any = None  # Of the experts, when these were recorded
         self._lists = [module for module in layer.modules() if isinstance(module, PackedList)]
-        self._adapters: dict[str, int] | None = None
-        self._configs: dict[str, Any] = {}  # Referenced: no other gets their ids
-        # Where weights and buffers stand: another may be put there (load_state_dict(assign=True))
-        self._weights: list[tuple[dict[str, Any], str]] = []
-        self._tuners: list[Any] = []
 
-    def reserve(self) -> _Reserved | None:
-        """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
-        reserved = self.reserve_at(None)
-        if reserved is not None and reserved.places != self.places:
-            self.places = reserved.places
-            self.known.clear()
-        return reserved
-
-    def reserve_at(self, places: tuple[Hashable, ...] | None) -> _Reserved | None:
-        """Keep the experts where they are.
+    def reserve(self, places: tuple[Hashable, ...] | None = None) -> Any:
+        """Return where the experts are, equal for equal addresses, and leases that keep them there.
 
         None where they are not at `places`, if given, or where others hold their slot just now.
         """
@@ -300,14 +257,14 @@ class LayerCalls:
                 if place is None:
                     return None
                 found.append(place)
-        if places not in (None, tuple(found)):
-            return None
-        return _Reserved(tuple(found), list(leases.values()))
+        return (tuple(found), leases) if places in (None, tuple(found)) else None
 
     def describe(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable, Hashable]:
-        """Return a call's arguments, their structure, and all that a graph depends on."""
-        leaves: list[Any] = []
-        structure = flatten((args, kwargs), leaves)
+        """Return a call's arguments, their names, and its kind.
+
+        That is all that a graph depends on, but the layer's level and the places of its experts.
+        """
+        leaves, role = tree_leaves((args, kwargs)), (len(args), *kwargs)
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
         shapes: list[Hashable] = []
@@ -322,71 +279,22 @@ class LayerCalls:
                 shapes.append((type(leaf), leaf))
             else:
                 raise ObstacleError(f"it is called with a {type(leaf).__name__}")
+        weights: list[Hashable] = []
+        for module in self.layer.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                # A trained one may be replaced by another at the same address.
+                if tensor is not None:
+                    weights += [tensor.data_ptr(), tensor.requires_grad and id(tensor)]
+            if isinstance(module, BaseTunerLayer):
+                scaling = getattr(module, "scaling", {})
+                weights += [bool(module.disable_adapters), *module.merged_adapters]
+                weights += [(name, scaling.get(name)) for name in module.active_adapters]
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        kind = structure, tuple(shapes), autocast, _gathers_logits(), self._state()
-        return leaves, structure, kind
-
-    def _state(self) -> Hashable:
-        """Return addresses of the layer's weights, which are trained, and the active adapters."""
-        configs = dict(getattr(self.model, "peft_config", {}))
-        adapters = {name: id(config) for name, config in configs.items()}
-        if adapters != self._adapters:  # Of a name that was deleted and is used again too
-            self._adapters, self._configs = adapters, configs
-            self._weights = [
-                (tensors, name)
-                for module in self.layer.modules()
-                for tensors in (module._parameters, module._buffers)
-                for name, tensor in tensors.items()
-                if tensor is not None
-            ]
-            self._tuners = [m for m in self.layer.modules() if hasattr(m, "merged_adapters")]
-        found = (tensors.get(name) for tensors, name in self._weights)
-        weights = tuple((t.data_ptr(), t.requires_grad) for t in found if t is not None)
-        active = tuple(
-            (
-                bool(tuner.disable_adapters),
-                tuple(tuner.merged_adapters),
-                tuple((name, tuner.scaling.get(name)) for name in tuner.active_adapters),
-            )
-            for tuner in self._tuners
-        )
-        return weights, active
-
-
-def flatten(value: Any, leaves: list[Any]) -> Hashable:
-    """Append the tensors and constants of a call's arguments to `leaves`; return their structure.
-
-    torch's pytrees do so as well, and compare structures in Python: 0.3 ms for a layer's call.
-    """
-    if isinstance(value, tuple | list):
-        return (type(value), *[flatten(each, leaves) for each in value])
-    if isinstance(value, dict):
-        return (dict, tuple(value), *[flatten(each, leaves) for each in value.values()])
-    leaves.append(value)
-    return None
-
-
-def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
-    """Return the arguments of `flatten` with other leaves."""
-    if structure is None:
-        return next(leaves)
-    kind, *parts = structure
-    if kind is dict:
-        names, *parts = parts
-        return {n: unflatten(part, leaves) for n, part in zip(names, parts, strict=True)}
-    values = [unflatten(part, leaves) for part in parts]
-    return kind(*values) if hasattr(kind, "_fields") else kind(values)
-
-
-def _gathers_logits() -> bool:
-    """Return whether router logits are gathered now; other outputs cannot be recorded."""
-    gathered = output_capturing._active_collector.get() or {}
-    if others := sorted(set(gathered) - {_LOGITS}):
-        raise ObstacleError(
-            f"outputs of layers are gathered ({', '.join(others)}), of which router logits alone "
-            "can be recorded"
-        )
-    return bool(gathered)
+        gathered = output_capturing._active_collector.get() or {}
+        if others := sorted(set(gathered) - {_LOGITS}):
+            said = f"outputs of layers are gathered ({', '.join(others)})"
+            raise ObstacleError(f"{said}, of which router logits alone can be recorded")
+        return leaves, role, (role, *shapes, autocast, bool(gathered), *weights)
 
 
 @contextmanager
@@ -398,3 +306,245 @@ def _gathering(wanted: bool) -> Iterator[list[Tensor]]:
         yield found
     finally:
         output_capturing._active_collector.reset(token)
+
+
+class RecordedCall:
+    """One kind of call of a layer, as two graphs.
+
+    The forward is recorded when this is made, the backward in the same pass: what the layer keeps
+    is alive in the graphs' memory pool meanwhile, as it is in every later step, so that layers that
+    are recorded in between use other memory, and layers whose backward is over give theirs back.
+    Outputs and gradients are copied from there, since other layers write to it.
+
+    `compute` returns the layer's hidden states, and router logits that are gathered, for its
+    arguments, without random state. Calls of one `role` share the buffers of these. `reserve` keeps
+    the experts where they are now as long as its result is referenced, which is None if they moved.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        compute: Callable[[Sequence[Any]], tuple[Any, ...]],
+        graphs: LayerGraphs,
+        leaves: Sequence[Any],
+        role: Hashable,
+        level: str,
+        reserve: Callable[[], object | None],
+    ) -> None:
+        check_hooks(layer)
+        self.layer, self.compute, self.graphs, self.reserve = layer, compute, graphs, reserve
+        self.level: str | None = level  # None: it is not to run again
+        self.keeps = level != levels.RECOMPUTE  # More than its hidden states
+        self.count, self.pool = graphs.count, graphs.pool  # As they were when it was recorded
+        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        self.trained = [*named.values()]
+        self.weights = {name: nn.Parameter(p.detach()) for name, p in named.items()}
+        x = leaves[0]
+        self.generator = torch.cuda.default_generators[x.get_device()]
+        # Hidden states that are kept lie where no other layer writes.
+        roles: list[Hashable] = [("kept", object()) if self.keeps else "hidden states"]
+        roles += [("argument", i, role) for i in range(1, len(leaves))]
+        self.arguments = [
+            graphs.buffer(each, leaf) if isinstance(leaf, Tensor) else leaf
+            for each, leaf in zip(roles, leaves, strict=True)
+        ]
+        self._fill(leaves)
+        self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
+        self.outs: list[Tensor] = []  # The layer's output, and router logits
+        self.grads: list[Tensor] = []  # Of each
+        self.grad_x: Tensor | None = None
+        self.weight_grads: list[Tensor | None] = []
+        self.graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.has_backward = False
+        with torch.cuda.device(x.device), self.exchanged():
+            # Both run once before, for one-time work of compilers and libraries.
+            offset = self.generator.get_offset()
+            with uncached_autocast():  # As in the recording: compiled code checks it
+                self._gradients(self._forward())
+            self.outs, self.weight_grads, self.grad_x = [], [], None
+            self.generator.set_offset(offset)
+            with workspace.recorded(x.device):
+                with capture(self.graph, self.pool):
+                    self.edges = self._forward()  # Until the backward is recorded
+                self.outs = [_unowned(out) for out in self.outs]
+                self.workspace = [*workspace.buffers(x.device)]  # Graphs write to it
+
+    def exchanged(self) -> Any:
+        """Put tensors at the same addresses in the place of the trained weights within a block.
+
+        If an earlier step's loss is alive, so are the nodes that accumulate gradients on the
+        default stream; autograd would wait for that stream during the recording.
+        """
+        return _reparametrize_module(self.layer, {**self.weights}, tie_weights=True)
+
+    def _fill(self, leaves: Sequence[Any]) -> None:
+        for buffer, leaf in zip(self.arguments, leaves, strict=True):
+            if isinstance(leaf, Tensor) and buffer is not leaf:
+                # By an alias: autograd would refuse what a recorded backward has of it.
+                buffer.data.copy_(leaf)
+
+    def _forward(self) -> list[GradientEdge | None]:
+        with torch.enable_grad():
+            computed = self.compute([self.x, *self.arguments[1:]])
+        if not isinstance(computed[0], Tensor) or computed[0].shape != self.x.shape:
+            raise ObstacleError("it returns more than hidden states")
+        self.outs = [each.detach() for each in computed]
+        self.grads = [self.graphs.buffer(("grad", i), out) for i, out in enumerate(self.outs)]
+        return [get_gradient_edge(each) if each.requires_grad else None for each in computed]
+
+    def _gradients(self, edges: Sequence[GradientEdge | None]) -> None:
+        with torch.autocast("cuda", enabled=False):
+            weights = [*self.weights.values()]
+            self.grad_x, self.weight_grads = _grad(edges, self.x, weights, self.grads)
+
+    def _record_backward(self) -> None:
+        edges, self.edges = self.edges, []
+        device = self.x.device
+        with torch.cuda.device(device), self.exchanged(), workspace.recorded(device):
+            with capture(self.backward_graph, self.pool):
+                self._gradients(edges)
+            self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
+            self.weight_grads = [None if g is None else _unowned(g) for g in self.weight_grads]
+            self.workspace += workspace.buffers(device)
+        self.has_backward = True
+
+    def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
+        """Replay the forward; return the layer's output, and router logits if it gathers them."""
+        outs: Sequence[Tensor] = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
+        with torch.no_grad():
+            self._fill(leaves)
+            self.graph.replay()
+            for out, buffer in zip(outs, self.outs, strict=True):
+                out.detach().copy_(buffer)
+        workspace.forget(self.x.device)
+        return outs
+
+    def backward(
+        self, leaves: Sequence[Any], grads: Sequence[Tensor], offset: int
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Replay the backward; return gradients of the hidden states and of the trained weights.
+
+        `offset` is the forward's offset of random numbers: dropout draws them again.
+        """
+        now = self.generator.get_offset()
+        if self.keeps:  # Its hidden states are where they were
+            leaves = [self.arguments[0], *leaves[1:]]
+        self._fill(leaves)
+        self.generator.set_offset(offset)
+        try:
+            reserved = self.reserve()
+            if reserved is not None and not self.has_backward:
+                self.graphs.record_backward(self, self._record_backward)
+            if reserved is None or not self.has_backward:
+                return self._again(leaves, grads)
+            for buffer, grad in zip(self.grads, grads, strict=True):
+                buffer.copy_(grad)
+            self.backward_graph.replay()
+            del reserved
+        finally:
+            self.generator.set_offset(now)
+        workspace.forget(self.x.device)
+        pairs = zip(self.trained, self.weight_grads, strict=True)
+        copies = [None if grad is None else torch.empty_like(weight) for weight, grad in pairs]
+        if found := [grad for grad in self.weight_grads if grad is not None]:
+            torch._foreach_copy_([copy for copy in copies if copy is not None], found)
+        return None if self.grad_x is None else self.grad_x.clone(), copies
+
+    def _again(
+        self, leaves: Sequence[Any], grads: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Compute without graphs: none was recorded, or experts are not where they were."""
+        if not self.has_backward:  # In another pass, it would write where other layers keep tensors
+            self.edges, self.level = [], None
+        x = leaves[0].detach().requires_grad_(self.x.requires_grad)
+        enabled, dtype = self.autocast
+        with torch.enable_grad(), torch.autocast("cuda", dtype, enabled=enabled):
+            computed = self.compute([x, *leaves[1:]])
+        outs = [out if out.requires_grad else None for out in computed]
+        return _grad(outs, x, self.trained, grads)
+
+
+class _Replay(torch.autograd.Function):
+    """Saves the inputs for backward, and allocates the outputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
+        ctx.waits = call.graphs.waits
+        ctx.save_for_backward(*(() if call.keeps else (x,)))
+        return tuple(torch.empty_like(out) for out in call.outs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.call is None:
+            raise RuntimeError(
+                "a decoder layer that is recorded was differentiated twice: call backward "
+                "once for each forward, without retain_graph=True."
+            )
+        x = None if ctx.call.keeps else ctx.saved_tensors[0]
+        grad_x, of_weights = ctx.call.backward([x, *ctx.others], grads, ctx.offset)
+        # Autograd nodes may outlive their backward (some of Liger's do); a model must not.
+        ctx.call = ctx.others = ctx.waits = None
+        return None, None, grad_x, *of_weights
+
+
+def _grad(
+    outs: Sequence[Any], x: Tensor, weights: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return gradients of the input and of weights, from those of the outputs that are not None."""
+    inputs = [*([x] if x.requires_grad else []), *weights]
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out is not None]
+    found: Sequence[Any] = [None] * len(inputs)
+    if pairs and inputs:  # Not of a layer that trains nothing, behind none that does
+        differentiated, given = zip(*pairs, strict=True)
+        found = torch.autograd.grad(differentiated, inputs, given, allow_unused=True)
+    return (found[0], [*found[1:]]) if x.requires_grad else (None, [*found])
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor at the same address that does not keep its memory from being used again.
+
+    What a graph returns is there until another one runs, which is when it has been copied. It is
+    made as torch's graphs of compiled code make theirs (torch/_inductor/cudagraph_trees.py).
+    """
+    if not tensor.is_cuda:
+        return tensor.detach()
+    end = sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+    place = tensor.data_ptr(), tensor.device, (end + 1) * tensor.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(*place)
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, 0, tensor.shape, tensor.stride())
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record the kernels launched in the block."""
+    stream = torch.cuda.current_stream()
+    try:
+        mode = "thread_local"  # Another thread may read experts ahead, and tell CUDA of it
+        with uncached_autocast(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
+            yield
+    except BaseException:
+        # torch stays on the stream of a recording that it cannot end.
+        torch.cuda.set_stream(stream)
+        raise
+
+
+def uncached_autocast() -> Any:
+    """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+
+
+def check_hooks(layer: nn.Module) -> None:
+    """Raise if a module within a layer has a hook that a graph would skip."""
+    for name, module in layer.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks if name else ():
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not f"{home}.".startswith(_KNOWN_HOOKS):
+                raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")

@@ -106,35 +106,34 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def _pairs(member: _Member, x: Tensor, alone: bool) -> list[tuple[Tensor, Any]] | None:
     """Return (s A x, B) of active adapters; None for PEFT's forward, with other arguments too."""
-    layers, place, shared = member.layers, member.place, member.shared
+    layers, place, shared = member
+    state = _version(x), torch.is_grad_enabled()
     if place == 0:
-        shared.held = _products(layers, x) if alone else None
+        found = _products(layers, x) if alone else None
+        shared.held = None if found is None else (layers[0], x, state, found)
     held = shared.held
     if place == len(layers) - 1:
         shared.held = None
     if not alone or held is None or held[0] is not layers[0] or held[1] is not x:
         return None
-    is_same = held[2] == _version(x) and held[3] is torch.is_grad_enabled()
-    return held[4][place] if is_same else None
+    pairs: list[list[tuple[Tensor, Any]]] = held[3]
+    return pairs[place] if held[2] == state else None
 
 
-def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, ...] | None:
-    """Return the first layer, x and its version, whether gradients are on, `_pairs` of each."""
+def _products(layers: tuple[Any, ...], x: Tensor) -> list[list[tuple[Tensor, Any]]] | None:
+    """Return `_pairs` of each layer, of one product; None where PEFT's forward has to run."""
     adapters = [_active(layer) for layer in layers]
     flat = [each for found in adapters for each in found or ()]
-    factors, scalings = [a.weight for a, _, _ in flat], [scaling for _, _, scaling in flat]
+    factors = [a.weight for a, _, _ in flat]
     if None in adapters or len({(factor.dtype, factor.device) for factor in factors}) != 1:
-        return None  # PEFT's forward has to run
+        return None
     given = x
     # As PEFT: bitsandbytes' layers leave the cast to autocast.
     if type(layers[0]) is Linear or not torch.is_autocast_enabled():
         given = layers[0]._cast_input_dtype(x, factors[0].dtype)
-    z = linear(given, torch.cat(factors))
-    alike = all(scaling == scalings[0] for scaling in scalings)
-    parts = (z * scalings[0] if alike else z).split([len(factor) for factor in factors], -1)
-    rest = iter(parts if alike else [p * s for p, s in zip(parts, scalings, strict=True)])
-    pairs = [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
-    return layers[0], x, _version(x), torch.is_grad_enabled(), pairs
+    parts = linear(given, torch.cat(factors)).split([len(factor) for factor in factors], -1)
+    rest = iter([z * s for z, (_, _, s) in zip(parts, flat, strict=True)])
+    return [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
 
 
 def _version(x: Tensor) -> int:
@@ -143,29 +142,27 @@ def _version(x: Tensor) -> int:
 
 
 def _is_changed(module: Any) -> bool:
-    forward = len(module._forward_pre_hooks) or len(module._forward_hooks)
-    if forward or len(module._backward_pre_hooks) or len(module._backward_hooks):
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    if any(map(len, (*hooks, module._backward_pre_hooks, module._backward_hooks))):
         return True
     return "forward" in vars(module) and _MEMBER not in vars(module)
 
 
 def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
     """Return (A, B, s) of a layer's active adapters; None where they are more than s B A x."""
-    is_plain = layer.training and not layer.disable_adapters and not layer.merged
-    if not is_plain or _is_changed(layer) or _is_changed(layer.base_layer):
+    plain = layer.training and not layer.disable_adapters and not layer.merged
+    if not plain or _is_changed(layer) or _is_changed(layer.base_layer):
         return None
     found: list[tuple[Any, Any, float]] = []
     for name in layer.active_adapters:
-        if name not in layer.lora_A:
-            continue
-        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        # Neither A nor its dropout is called, and B is given s A x, where PEFT gives it A x.
-        plain = type(a) is nn.Linear and a.bias is None
-        if not plain or any(map(_is_changed, (a, b, dropout))):
-            return None
-        if type(dropout) is not nn.Identity or b.bias is not None or name in layer.lora_variant:
-            return None
-        found.append((a, b, layer.scaling[name]))
+        if name in layer.lora_A:
+            a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+            plain = type(dropout) is nn.Identity and type(a) is nn.Linear and a.bias is None
+            plain = plain and b.bias is None and name not in layer.lora_variant
+            # Neither A nor its dropout is called, and B is given s A x, where PEFT gives it A x.
+            if not plain or any(map(_is_changed, (a, b, dropout))):
+                return None
+            found.append((a, b, layer.scaling[name]))
     return found
 
 

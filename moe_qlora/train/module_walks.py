@@ -24,31 +24,23 @@ from ..lora.targets import base_model
 
 
 def quicken_walks(model: nn.Module) -> Callable[[], None]:
-    """Answer `named_modules`, `named_parameters`, `train` and `num_parameters` from lists.
+    """Answer `named_parameters`, `train` and `num_parameters` from lists; return how to undo it.
 
     Results are those of the methods of its class. Other arguments than the defaults go to these.
 
     Args:
         model: The model that the loop calls: a transformers model, or a PEFT model around one.
-
-    Returns:
-        A function that undoes it.
     """
     base: Any = base_model(model)
     tree, undo = _Tree(model, getattr(base, "num_parameters", None)), ExitStack()
-
-    def place(module: nn.Module, name: str, call: Any) -> None:
-        if (before := vars(module).get(name)) is not None:
-            undo.callback(vars(module).__setitem__, name, before)
-        vars(module)[name] = call
-        undo.callback(vars(module).pop, name, None)
-
     # A method that other code has put on the instance stays. Packing puts a count: wrap it.
-    for name in ("named_modules", "named_parameters", "train", "_apply"):
-        if name not in vars(model):
-            place(model, name, getattr(tree, name))
-    if hasattr(base, "num_parameters"):
-        place(base, "num_parameters", tree.num_parameters)
+    names = [(model, n) for n in ("named_parameters", "train", "_apply") if n not in vars(model)]
+    for module, name in [*names, *([(base, "num_parameters")] if tree.count else [])]:
+        before = vars(module).get(name)
+        vars(module)[name] = getattr(tree, name)
+        undo.callback(
+            vars(module).pop if before is None else vars(module).__setitem__, name, before
+        )
     for stack in decoder_stacks(model):
         undo.callback(stack.register_forward_hook(tree.look_in_training).remove)
     undo.callback(registers.register_module_module_registration_hook(tree.forget).remove)
@@ -60,11 +52,11 @@ class _Tree:
     """The modules below a root. A bound method of it is copied with the model by `deepcopy`."""
 
     def __init__(self, root: nn.Module, count: Callable[..., int] | None) -> None:
-        self.root, self._count = root, count
+        self.root, self.count = root, count
         self._looked = -1  # Number of adapters when nothing had changed; -1: look again
         self._dicts: list[dict[str, Any]] = []  # Of modules: their children and parameters
         self._held: Any = None  # What these held: sizes, and identities
-        self._modules: list[tuple[str, nn.Module]] = []
+        self._modules: list[nn.Module] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._counts: dict[bool, int] = {}
 
@@ -80,12 +72,12 @@ class _Tree:
         """List modules and parameters, unless they are known."""
         adapters = len(getattr(self.root, "peft_config", ()))
         if self._looked != adapters:
-            self._looked = adapters  # The class asks for modules to list parameters
+            self._looked = adapters
             if self._held is None or self._now() != self._held:
-                self._modules = list(type(self.root).named_modules(self.root))
+                self._modules = list(self.root.modules())
                 self._parameters = list(type(self.root).named_parameters(self.root))
-                modules = [vars(module) for _, module in self._modules]
-                self._dicts = [each[n] for each in modules for n in ("_modules", "_parameters")]
+                own = map(vars, self._modules)
+                self._dicts = [each[name] for each in own for name in ("_modules", "_parameters")]
                 self._held, self._counts = self._now(), {}
         return self
 
@@ -93,23 +85,13 @@ class _Tree:
         held = chain.from_iterable(map(dict.values, self._dicts))
         return list(map(len, self._dicts)), list(map(id, held))
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        if memo is not None or prefix or not remove_duplicate:
-            return type(self.root).named_modules(self.root, memo, prefix, remove_duplicate)
-        return iter(list(self.look()._modules))
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        if prefix or not recurse or not remove_duplicate:
-            return type(self.root).named_parameters(self.root, prefix, recurse, remove_duplicate)
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        if args or (kwargs and kwargs != {"recurse": True}):  # As `parameters()` calls it
+            return type(self.root).named_parameters(self.root, *args, **kwargs)
         return iter(list(self.look()._parameters))
 
     def train(self, mode: bool = True) -> nn.Module:
-        modules = [module for _, module in self.look()._modules]
-        if set(map(attrgetter("training"), modules)) != {mode}:
+        if set(map(attrgetter("training"), self.look()._modules)) != {mode}:
             type(self.root).train(self.root, mode)
         return self.root
 
@@ -118,10 +100,10 @@ class _Tree:
         return type(self.root)._apply(self.root, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        assert self._count is not None
+        assert self.count is not None
         if only_trainable:  # requires_grad may change from one call to the next
-            return self._count(only_trainable, exclude_embeddings)
+            return self.count(only_trainable, exclude_embeddings)
         self.look()
         if exclude_embeddings not in self._counts:
-            self._counts[exclude_embeddings] = self._count(only_trainable, exclude_embeddings)
+            self._counts[exclude_embeddings] = self.count(only_trainable, exclude_embeddings)
         return self._counts[exclude_embeddings]

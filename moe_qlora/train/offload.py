@@ -6,7 +6,7 @@
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
 it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
-slot is saved between them: autograd keeps a function that fetches (`PackedWeight.again`).
+slot is saved between them: autograd keeps a function that fetches (`PackedWeight.refetch`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -34,7 +34,7 @@ from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from ..planning.hosting import ALIGNMENT, SLOTS
 from .layers import decoder_layers
-from .slots import Block, Copier, Slot, Slots
+from .slots import Copier, Slot, Slots
 
 
 class HostMemory(mmap.mmap):
@@ -132,7 +132,7 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
         )
     chosen = dict(list(groups.items())[-count:])
     off = Offload(chosen, _device_of(model, chosen))
-    keep_from_ddp(model)
+    _keep_from_ddp(model)
     return off
 
 
@@ -180,10 +180,7 @@ class Offload:
 
     def remove(self) -> None:
         """Move the experts back to the device, and free the host memory and the slots."""
-        self._drop_slots()
-        while self._blocks:  # One that does not fit on the device stays where it is
-            self._blocks[-1].leave()
-            self._blocks.pop()
+        self.hold(0)
         self._own(None)
         self._groups = {}
 
@@ -194,22 +191,20 @@ class Offload:
 
     def hold(self, count: int) -> None:
         """Let experts of the last `count` layers be in host memory; not after `remove`."""
-        names = list(self._groups)
-        if not names or count == len(self._blocks):
-            return
-        self._drop_slots()
-        while len(self._blocks) > count:
-            self._blocks[0].leave()
-            self._blocks.pop(0)
-        while len(self._blocks) < count:
-            place = len(names) - len(self._blocks) - 1
-            self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
+        names, blocks = list(self._groups), self._blocks
+        if names and count != len(blocks):
+            self._drop_slots()
+            while len(blocks) > count:
+                blocks[0].leave()  # One that does not fit on the device stays where it is
+                del blocks[0]
+            while len(blocks) < count:
+                place = len(names) - len(blocks) - 1
+                blocks.insert(0, _Layer(self._groups[names[place]], self, place))
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
-        with self._lock:
-            for block in self._blocks:
-                block.write(self._slots)
+        for block in self._blocks:
+            block.write(self._slots)
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
 
     def __str__(self) -> str:
@@ -231,9 +226,19 @@ class Offload:
             if self._slots is None:
                 most = max(each.memory.nbytes for each in self._blocks)
                 self._slots = Slots(self.slots, most, Copier(self.device))
-            slots = self._slots
-            following = self._following(block, training)
-        return slots.fetch(block, following)
+            slots, at, last = self._slots, self._blocks.index(block), len(self._blocks) - 1
+            if in_backward():
+                following = at - 1 if at else 1
+            else:  # Forwards; in training then backwards
+                following = at + 1 if at < last else last - 1 if training else 0
+            ahead = self._blocks[following] if last else None
+        return slots.fetch(block, ahead)
+
+    def reserve(self, block: _Layer, training: bool) -> tuple[object | None, object]:
+        """Return a layer's place on the device, None where it is gone with what keeps it there."""
+        slot, lease = self.fetch(block, training)
+        slots = self._slots
+        return (ref(slot) if slots is not None and slot is slots.slot(block) else None), lease
 
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on."""
@@ -250,17 +255,6 @@ class Offload:
             block.store.lock(device)
         kernels_run(device)
 
-    def _following(self, block: _Layer, training: bool) -> _Layer | None:
-        """Return the layer that is read next: forwards, in training then backwards."""
-        at, last = self._blocks.index(block), len(self._blocks) - 1
-        if last == 0:
-            return None
-        if in_backward():
-            return self._blocks[at - 1 if at else 1]
-        if at < last:
-            return self._blocks[at + 1]
-        return self._blocks[last - 1 if training else 0]
-
     def _drop_slots(self) -> None:
         with self._lock:
             if self._slots is not None:
@@ -269,35 +263,34 @@ class Offload:
                 self._slots = None
 
 
-class _Layer(Block):
-    """One decoder layer's packed experts in host memory."""
+class _Layer:
+    """One decoder layer's packed experts in host memory: a block of slots.py."""
 
     def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
-        self.offload, self._records, end = offload, list[_Hosted](), 0
+        self.offload, self.place, self._records, end = offload, place, list[_Hosted](), 0
         for same in tied_lists(lists):
-            record = _Hosted(self, same, end)
-            self._records.append(record)
-            end = record.end
+            self._records.append(_Hosted(self, same, end))
+            end = self._records[-1].end
         self.store = HostMemory(end, offload.device)
-        super().__init__(self.store.tensor(0, end), place)
+        self.memory = self.store.tensor(0, end)
         self.write()
         for record in self._records:
             record.settle(record)
 
     def write(self, slots: Slots | None = None) -> None:
         """Write weights here, at first, and again where load_state_dict has changed them."""
-        outdated = [record for record in self._records if record.is_outdated()]
+        outdated = [record for record in self._records if record.state() != record.seen]
         if outdated and slots is not None:
             slots.forget(self)
         # All of them first: after an error, a layer stays whole where it is.
         copies = [record.written(self.store) for record in outdated]
-        for record, packed in zip(outdated, copies, strict=True):
-            record.hold(packed)
+        for record, tensors in zip(outdated, copies, strict=True):
+            record.hold(tensors)
 
     def leave(self) -> None:
         copies = [record.on_device(self.offload.device) for record in self._records]
-        for record, packed in zip(self._records, copies, strict=True):
-            record.hold(packed)
+        for record, tensors in zip(self._records, copies, strict=True):
+            record.hold(tensors)
             record.settle(None)
         self._records.clear()
         del self.store, self.memory
@@ -307,20 +300,21 @@ class _Hosted:
     """One packed weight in host memory: the `host` of the lists that have it."""
 
     def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
-        self.layer, self.lists = layer, lists
-        self._first: Any = lists[0]
+        self.layer, self.lists, self.end = layer, lists, first
         self._parts: list[tuple[int, int]] = []  # Of each tensor: its first byte, and bytes
-        self.end = first
         for tensor in held_tensors(lists[0]):
             self._parts.append((self.end, tensor.nbytes))
             self.end += cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT
         # In each slot; a slot that is gone is not kept by its memory
         self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
-        self._seen: Any = None
+        self.seen: Any = None  # `state` of what lies in host memory
 
     @property
     def device(self) -> torch.device:
         return self.layer.offload.device
+
+    def state(self) -> Any:
+        return [(tensor.data_ptr(), tensor._version) for tensor in held_tensors(self.lists[0])]
 
     def fetch(self, packed_list: PackedList) -> PackedWeight:
         """Return the weight on the device, valid while the returned object is referenced."""
@@ -330,12 +324,10 @@ class _Hosted:
         packed = self._views.get(slot)
         if packed is None:
             packed = self._views[slot] = self._in_slot(slot.memory)
-        return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
+        return replace(packed, refetch=partial(self.fetch, packed_list), lease=lease)
 
-    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
-        """Return its place on the device, if it stays there, and what keeps it there."""
-        slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
-        return (ref(slot) if slot.stays else None), lease
+    def reserve(self, packed_list: PackedList) -> tuple[object | None, object]:
+        return self.layer.offload.reserve(self.layer, packed_list.training)
 
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
@@ -349,13 +341,13 @@ class _Hosted:
         """Return copies in host memory, of tensors that are not there."""
         copies = []
         with torch.inference_mode(False):
-            for (first, nbytes), held in zip(self._parts, held_tensors(self._first), strict=True):
+            for (first, nbytes), held in zip(self._parts, held_tensors(self.lists[0]), strict=True):
                 if nbytes != held.nbytes:
-                    shape = tuple(self._first[0].weight_shape)
+                    decoder: Any = self.lists[0][0]
                     raise ConfigError(
-                        f"a packed weight of shape {shape} in host memory was replaced by one in "
-                        "another format: call remove() on what offload_experts returned before "
-                        "loading it."
+                        f"a packed weight of shape {tuple(decoder.weight_shape)} in host memory "
+                        "was replaced by one in another format: call remove() on what "
+                        "offload_experts returned before loading it."
                     )
                 copies.append(store.tensor(first, nbytes).view(held.dtype).view(held.shape))
                 if copies[-1].data_ptr() != held.data_ptr():
@@ -365,32 +357,25 @@ class _Hosted:
     @torch.no_grad()
     def on_device(self, device: torch.device) -> list[Tensor]:
         with torch.inference_mode(False):
-            held = held_tensors(self._first)
+            held = held_tensors(self.lists[0])
             return [tensor.detach().to(device, copy=True) for tensor in held]
-
-    def is_outdated(self) -> bool:
-        return self._state() != self._seen
 
     @torch.no_grad()
     def hold(self, tensors: Sequence[Tensor]) -> None:
         with torch.inference_mode(False):
-            for old, new in zip(held_tensors(self._first), tensors, strict=True):
+            for old, new in zip(held_tensors(self.lists[0]), tensors, strict=True):
                 old.data = new
-        self._seen = self._state()
+        self.seen = self.state()
         self._views.clear()
 
     def _in_slot(self, memory: Tensor) -> PackedWeight:
+        held, decoder = held_tensors(self.lists[0]), cast(Any, self.lists[0][0])
         codes, *statistics = (
             memory[first : first + nbytes].view(like.dtype).view(like.shape)
-            for (first, nbytes), like in zip(self._parts, held_tensors(self._first), strict=True)
+            for (first, nbytes), like in zip(self._parts, held, strict=True)
         )
-        decoder = self._first[0]
         names = *decoder._parameters, *decoder._buffers
         return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
-
-    def _state(self) -> Any:
-        held = held_tensors(self._first)
-        return [(tensor.data_ptr(), tensor._version) for tensor in held]
 
 
 def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
@@ -459,19 +444,19 @@ _AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
 """What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
 
 
-def keep_from_ddp(model: nn.Module) -> None:
+def _keep_from_ddp(model: nn.Module) -> None:
     """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
 
     Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
     the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
     """
-    host: Any = model
-    if not isinstance(model.__dict__.get(_IGNORED), _Names):
-        setattr(host, _IGNORED, _Names(model, model.__dict__.get(_IGNORED, ())))
+    host, known = cast(Any, model), model.__dict__.get(_IGNORED, ())
+    if not isinstance(known, _Names):
+        setattr(host, _IGNORED, _Names(model, known))
 
 
 class _Names:
-    """Names of parameters and buffers in host memory, looked up at each iteration."""
+    """Names in host memory, looked up at each iteration: adapters rename what they wrap."""
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self.model, self.others = model, others
@@ -480,6 +465,5 @@ class _Names:
         yield from self.others
         for prefix, module in self.model.named_modules():
             if isinstance(module, PackedList) and module.host is not None:
-                for name, _ in (*module.named_parameters(), *module.named_buffers()):
-                    for around in _AROUND:
-                        yield f"{around}{prefix}.{name}"
+                for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
+                    yield from (f"{around}{prefix}.{name}" for around in _AROUND)

@@ -1,6 +1,6 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
-    1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
+    1. Liger         its loss in chunks, or TRL's
     2. join_lora     LoRA layers with the same input as one product (train/joined_lora.py)
     3. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (train/graphs.py)
     4. fit_memory    what each decoder layer keeps for its backward (train/fit.py)
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from ..world import runs_distributed, world
 from .early_loss import copy_losses_early
 from .flat_rows import flatten_rows, has_flat_rows
 from .layers import decoder_layers, runner_of
-from .liger import apply_liger, has_trls_loss, loss_obstacle
+from .liger import apply_liger, has_trls_loss
 from .module_walks import quicken_walks
 
 if TYPE_CHECKING:
@@ -95,7 +94,15 @@ def prepare_training(
         flat = flatten_rows(model, batch_size, seq_len, fixed=on_cuda)
         for rows in flat:
             undo.callback(rows.remove)
-        prepared = (_on_cuda if on_cuda else _on_cpu)(model, sizes, undo)
+        prepared = PreparedTraining()
+        if on_cuda:
+            prepared._lines += [f"Prepared for batches of {batch_size} x {seq_len} tokens."]
+            _quicken(prepared, model, undo)
+        else:
+            also = "; batches run as flat rows" if has_flat_rows(model) else ""
+            prepared._lines += [f"prepare_training: this model is not on a CUDA device{also}."]
+        if on_cuda or memory is not None:
+            _fit(prepared, model, sizes, undo, loud=on_cuda)
         kept = [f"{type(rows.stack).__name__}: {rows.obstacle}" for rows in flat if rows.obstacle]
         if kept or not flat:
             kept = kept or ["this model has no decoder stack that takes input_ids and position_ids"]
@@ -111,10 +118,10 @@ def prepare_training(
 class PreparedTraining:
     """The settings of `prepare_training` on a model."""
 
-    def __init__(self, lines: list[str]) -> None:
+    def __init__(self, *lines: str) -> None:
         self.fit: Fit | None = None
         self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
-        self._lines = lines
+        self._lines = [*lines]
         self._undo = ExitStack()
 
     def remove(self) -> None:
@@ -132,85 +139,48 @@ class PreparedTraining:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
         """Return a result that undoes nothing: a copied model has no graphs."""
-        return PreparedTraining(list(self._lines))
+        return PreparedTraining(*self._lines)
 
 
-def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
-    where = "prepare_training: this model is not on a CUDA device"
-    flat = "; batches run as flat rows" if has_flat_rows(model) else ""
-    prepared = PreparedTraining([f"{where}{flat}."])
-    if sizes["memory"] is not None:
-        _fit(prepared, model, sizes, undo)
-    return prepared
-
-
-def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
-    layers = [layer for layer in decoder_layers(model).values() if _is_on_cuda(layer)]
-    obstacle = _obstacle(layers)
-    compiles = obstacle is None and has_triton()
-    batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
-    prepared = PreparedTraining([f"Prepared for batches of {batch}."])
+def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> None:
+    """Set all but `fit_memory` on a model on CUDA."""
+    layers: list[Any] = [x for x in decoder_layers(model).values() if _is_on_cuda(x)]
     undo.callback(copy_losses_early(model).remove)
-    if compiles:  # Torch's compile workers start while other code runs
+    prepared._lines.append(_loss(base_model(model), undo))
+    if (obstacle := _obstacle(layers)) is not None:
+        prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
+        return
+    if compiles := has_triton():  # Torch's compile workers start while other code runs
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
-    prepared._lines.append(_loss(base_model(model), compiles, undo))
-    if obstacle is None:
-        prepared._lines += _quicken(prepared, model, layers, compiles, undo)
-    else:
-        prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
-    if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
-        sys.stderr.write(f"{_MEASURES}.\n")
-    with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
-        _fit(prepared, model, sizes, undo)
-    prepared._lines.append(_YOURS)
-    return prepared
-
-
-def _loss(base: nn.Module, compiles: bool, undo: ExitStack) -> str:
-    """Put on a loss in chunks, and norms where layers are not compiled; return what was done."""
-    trls = has_trls_loss(base)
-    try:
-        undo.enter_context(apply_liger(base, in_layers=not compiles))
-    except ConfigError as error:
-        not_used = f"Liger: not used; {error}; the loss stays the model's."
-        return "Loss: TRL's, in chunks." if trls else not_used
-    reason = loss_obstacle(base)
-    parts = ["loss"] if reason is None else []
-    parts += [] if compiles else ["norms", "rotary embedding"]
-    stays = "is TRL's, in chunks" if trls else f"stays the model's, since {reason}"
-    return f"Liger: {', '.join(parts)}{'' if reason is None else f'; the loss {stays}'}."
-
-
-def _quicken(
-    prepared: PreparedTraining,
-    model: nn.Module,
-    layers: list[Any],
-    compiles: bool,
-    undo: ExitStack,
-) -> list[str]:
-    """Compile layers and record them, and return what was done; only compile those of FSDP."""
-    of_all = f"{len(layers)} layers"
-    compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
-    obstacle = _sharding(model)
-    if obstacle is None:
+    if (obstacle := _sharding(model)) is None:
         prepared._lines += _join(model, undo)
         obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
+    of_all = f"{len(layers)} layers"
+    compiled = of_all if compiles else "not used; Triton is not installed"
+    graphs = f"not used; {obstacle}" if obstacle else f"{of_all}, recorded in the second step"
+    prepared._lines += [f"torch.compile: {compiled}.", f"CUDA graphs: {graphs}."]
     if obstacle is None:
         from .graphs import LayerGraphs
 
-        try:
-            prepared.graphs = LayerGraphs(model, compiled=compiles)
-        except Exception as error:  # noqa: BLE001 - training works without
-            obstacle = f"{type(error).__name__}: {first_line(error)}"
-        else:
-            undo.callback(prepared.graphs.remove)
-            return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
-    for layer in layers if compiles else ():
-        undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
-        layer.compile()
-    return [compiled, f"CUDA graphs: not used; {obstacle.rstrip('.')}."]
+        prepared.graphs = LayerGraphs(model, compiled=compiles)
+        undo.callback(prepared.graphs.remove)
+    else:
+        for layer in layers if compiles else ():
+            undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
+            layer.compile()
+
+
+def _loss(base: nn.Module, undo: ExitStack) -> str:
+    """Put on a loss in chunks; return what was done."""
+    if has_trls_loss(base):
+        return "Loss: TRL's, in chunks."
+    try:
+        undo.enter_context(apply_liger(base))
+    except ConfigError as error:
+        return f"Liger: not used; {error}; the loss stays the model's."
+    return "Liger: loss."
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:
@@ -221,21 +191,23 @@ def _join(model: nn.Module, undo: ExitStack) -> list[str]:
         joined = join_lora(model)
     except Exception as error:  # noqa: BLE001 - training works without
         return [f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."]
-    if not joined.products:
-        joined.remove()
-        return []
     undo.callback(joined.remove)
-    return [f"LoRA: {joined.layers} layers with the same inputs in {joined.products} products."]
+    said = f"LoRA: {joined.layers} layers with the same inputs in {joined.products} products."
+    return [said] if joined.products else []
 
 
 def _fit(
-    prepared: PreparedTraining, model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack
+    prepared: PreparedTraining, model: nn.Module, sizes: Any, undo: ExitStack, *, loud: bool
 ) -> None:
     from .fit import fit_memory
 
-    prepared.fit = fit_memory(model, **sizes)
+    bar = loud and sys.stderr.isatty()
+    if loud and not bar and world().is_first():
+        sys.stderr.write(f"{_MEASURES}.\n")
+    with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
+        prepared.fit = fit_memory(model, **sizes)
     undo.callback(prepared.fit.remove)
-    prepared._lines.append(f"Memory: {prepared.fit}.")
+    prepared._lines += [f"Memory: {prepared.fit}.", *([_YOURS] if loud else [])]
 
 
 def _is_on_cuda(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
 """Slots on a device, each with a copy of one block of host memory, filled ahead of its use.
 
-A `Slots.fetch` returns the memory of a block's slot and a `Lease`. As long as the lease is
-referenced, the slot is not given away. With its end the slot can be filled again, by a copy that
-waits for what the device was given to compute until then. So nobody says when a use ends, and an
-exception cannot leave a slot taken: where a traceback keeps a lease, another block that would be
-in the same slot gets memory of its own.
+A block has `memory`, uint8 `(bytes,)`, and `place`, in the order of use.
+
+`Slots.fetch` returns the slot of a block and a `Lease`. As long as the lease is referenced, the
+slot keeps its block; a later copy to it waits for what the device was given to compute until the
+lease's end. So an exception cannot leave a slot taken: where a traceback keeps a lease, another
+block of the same slot gets memory of its own.
 
 A block always has the same slot, by its place in the order of use: a CUDA graph that was recorded
 with a lease of the block reads its address, and is replayed within another lease. With two slots,
@@ -18,114 +19,95 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Copier:
-    """Copies from host memory to one device, on a stream of its own; on a CPU at once.
+class _AtOnce:
+    """A CPU as a stream, and as any event of it: what it is given is done."""
 
-    Events say that a stream has done all that it was given until then; on a CPU they are None.
-    """
+    def record_event(self) -> _AtOnce:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Copier:
+    """Copies from host memory to one device, on a stream of its own; on a CPU at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self.on_cuda = device, device.type == "cuda"
+        self.stream: Any = torch.cuda.Stream(device) if self.on_cuda else _AtOnce()
+
+    def here(self) -> Any:
+        """Return the stream that the caller computes on."""
+        return torch.cuda.current_stream(self.device) if self.on_cuda else self.stream
+
+    def records(self) -> bool:
+        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+        return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if self.stream is not None:
+        if self.on_cuda:
             # When it is freed, torch gives it to nobody before the copies to it are done.
             memory.record_stream(self.stream)
         return memory
 
-    def records(self) -> bool:
-        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
-
-    def here(self) -> Any:
-        """Return the stream that the caller computes on."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device)
-
-    def mark(self, stream: Any) -> Any:
-        """Return an event of a stream."""
-        return None if stream is None else stream.record_event()
-
     def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
         """Copy once all events of `after` have come; return the event that it is done."""
-        if self.stream is None:
-            to.copy_(source)
-            return None
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream) if self.on_cuda else nullcontext():
             for event in after:
                 self.stream.wait_event(event)
             to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let all that a stream is given from now on wait for an event."""
-        if stream is not None:
-            stream.wait_event(event)
-
-    def finish(self, event: Any) -> None:
-        """Wait for an event here and now."""
-        if event is not None:
-            event.synchronize()
-
-
-class Block:
-    """Host memory that is copied to a slot as a whole."""
-
-    def __init__(self, memory: Tensor, place: int) -> None:
-        self.memory = memory  # `(bytes,)` uint8
-        self.place = place  # In the order of use; modulo the number of slots, that of its slot
-
 
 class Slot:
     """Memory on the device, and whose copy it holds."""
 
-    def __init__(self, memory: Tensor, stream: Any, mark: Any, stays: bool) -> None:
-        self.memory, self.stays = memory, stays  # Or it is gone with its lease
-        self.block: Block | None = None
+    def __init__(self, memory: Tensor, stream: Any) -> None:
+        self.memory = memory
+        self.block: Any = None
         self.ready: Any = None  # The event that the last copy to it is done
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
-        self.marks: dict[Any, Any] = {stream: mark}
-        self.leases = 0
+        self.marks: dict[Any, Any] = {stream: stream.record_event()}
+        self.leases: set[int] = set()  # Their ids: a set is changed without a lock
 
 
 class Lease:
     """Keeps a slot as it is, as long as this object is referenced."""
 
-    def __init__(self, slots: Slots, slot: Slot, stream: Any) -> None:
-        self.slots, self.slot, self.stream = slots, slot, stream
-        slot.leases += 1
+    def __init__(self, slot: Slot, stream: Any) -> None:
+        self.slot, self.stream = slot, stream
+        slot.leases.add(id(self))
 
     def __del__(self) -> None:
-        # Here or in any other code that drops the last reference, also in the middle of a fetch.
+        # In any thread, also in the middle of a fetch, where the garbage collector runs. Nothing
+        # is copied to the slot before its lease is discarded.
         if not sys.is_finalizing():
-            self.slots.end(self.slot, self.stream)
+            self.slot.marks[self.stream] = self.stream.record_event()
+            self.slot.leases.discard(id(self))
 
 
 class Slots:
     """Some slots of one device."""
 
     def __init__(self, count: int, nbytes: int, copier: Copier) -> None:
-        self.copier, self.copies, self.count = copier, 0, count
-        self._nbytes = nbytes
+        self.copier, self.copies = copier, 0
+        self._count, self._nbytes = count, nbytes
         self._slots: list[Slot] = []
         self._lock = threading.Lock()
-        self._ended: deque[tuple[Slot, Any, Any]] = deque()
-        self._current: Block | None = None
-        self._wanted: Block | None = None  # The block to copy next
 
-    def fetch(self, block: Block, following: Block | None) -> tuple[Slot, Lease | None]:
+    def fetch(self, block: Any, following: Any | None) -> tuple[Slot, Lease | None]:
         """Return the slot with a block's copy, and what reserves it; then copy `following`.
 
         What the caller's stream is given from now on waits for the copy. In the recording of a
@@ -135,7 +117,7 @@ class Slots:
             RuntimeError: In a recording, the block is not in its slot, or not reserved there.
         """
         if self.copier.records():
-            slot = self._slot(block)
+            slot = self.slot(block)
             if slot.block is not block or not slot.leases:
                 raise RuntimeError(
                     "experts in host memory were read in a CUDA graph that prepare_training does "
@@ -145,76 +127,42 @@ class Slots:
                 )
             return slot, None
         with self._lock:
-            self._settle()
-            slot = self._slot(block)
+            slot = home = self.slot(block)
             if slot.block is not block:
                 if slot.leases:
-                    slot = self._new(block.memory.nbytes, stays=False)
+                    slot = self._new(block.memory.nbytes)
                 self._copy(block, slot)
             stream = self.copier.here()
-            self.copier.wait(stream, slot.ready)
-            lease = Lease(self, slot, stream)
-            self._current, self._wanted = block, following
-            self._copy_ahead()
-        self._catch_up()
+            stream.wait_event(slot.ready)
+            lease = Lease(slot, stream)
+            ahead = home if following is None else self.slot(following)
+            # A backward may read this block once more.
+            if ahead is not home and ahead.block is not following and not ahead.leases:
+                self._copy(following, ahead)
         return slot, lease
 
-    def end(self, slot: Slot, stream: Any) -> None:
-        """Note the end of a lease on a stream; may be called at any time, in any thread."""
-        self._ended.append((slot, stream, self.copier.mark(stream)))
-        self._catch_up()
+    def slot(self, block: Any) -> Slot:
+        """Return the slot of a block, whatever it holds now."""
+        while len(self._slots) < self._count:
+            self._slots.append(self._new(self._nbytes))
+        return self._slots[block.place % self._count]
 
-    def forget(self, block: Block | None = None) -> None:
+    def forget(self, block: Any | None = None) -> None:
         """Forget copies, of a block or of all, and wait until host memory is not read any more."""
         with self._lock:
-            if block is None:
-                self._wanted = None
             for slot in self._slots:
-                if slot.block is not None and block in (None, slot.block):
+                if slot.block is not None and (block is None or block is slot.block):
                     with suppress(Exception):  # Of a copy that was not made: nobody needs it now
-                        self.copier.finish(slot.ready)
+                        slot.ready.synchronize()
                     slot.block = None
 
-    def _catch_up(self) -> None:
-        """Treat leases that have ended, unless another call does, which then sees these too."""
-        while self._ended and self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-                self._copy_ahead()
-            finally:
-                self._lock.release()
-
-    def _settle(self) -> None:
-        while self._ended:
-            slot, stream, mark = self._ended.popleft()
-            slot.leases -= 1
-            slot.marks[stream] = mark
-
-    def _slot(self, block: Block) -> Slot:
-        while len(self._slots) < self.count:
-            self._slots.append(self._new(self._nbytes, stays=True))
-        return self._slots[block.place % self.count]
-
-    def _new(self, nbytes: int, stays: bool) -> Slot:
+    def _new(self, nbytes: int) -> Slot:
         with torch.inference_mode(False):  # Else nothing outside could be copied to it
-            stream = self.copier.here()
-            return Slot(self.copier.empty(nbytes), stream, self.copier.mark(stream), stays)
+            return Slot(self.copier.empty(nbytes), self.copier.here())
 
-    def _copy_ahead(self) -> None:
-        block = self._wanted
-        if block is None:
-            return
-        slot = self._slot(block)
-        if slot.block is not block:
-            if slot.leases or slot.block is self._current:  # which may be read once more
-                return
-            self._copy(block, slot)
-        self._wanted = None
-
-    def _copy(self, block: Block, slot: Slot) -> None:
+    def _copy(self, block: Any, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
         to = slot.memory[: block.memory.nbytes]
         slot.ready = self.copier.copy(to, block.memory, slot.marks.values())
-        slot.marks = {}
-        slot.block = block
+        slot.marks, slot.block = {}, block
         self.copies += 1

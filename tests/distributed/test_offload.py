@@ -21,11 +21,9 @@ from tests.helpers.delayed import delayed
 from tests.helpers.ranks import content, said, sharded
 
 WAYS: dict[str, dict[str, Any]] = {
-    "moved": {},
-    "moved, with adapters": {"late": True, "settings": "int8"},
+    "moved, with adapters": {"settings": "int8"},
     "loaded": {"settings": "bf16 storage", "block": {"offload": True}, "reentrant": False},
-    "packed": {"folder": "packed", "block": {"offload": True}},
-    "stock PEFT": {"block": {"offload": True}, "stock": True},
+    "packed, stock PEFT": {"folder": "packed", "block": {"offload": True}, "stock": True},
 }
 
 
@@ -71,9 +69,8 @@ def steps(model: Any, rank: int, world: int, case: dict[str, Any]) -> dict[str, 
 def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     expected = steps(adapted(load(folder, case), case), rank, world, case)
     model = load(folder, case, **case.get("block", {}))
-    off = None if "block" in case or case.get("late") else moe_qlora.offload_experts(model)
     model = adapted(model, case)
-    off = off or moe_qlora.offload_experts(model)
+    off = moe_qlora.offload_experts(model)
     found = steps(model, rank, world, case)
     hosted = {n for n, p in model.named_parameters() if "parametrizations" in n}
     hosted |= {n for n, b in model.named_buffers() if "parametrizations" in n}
@@ -93,9 +90,18 @@ def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[s
     return result
 
 
-def run_refusals(folder: str) -> dict[str, str]:
-    sharding = DistributedConfig(fsdp_size=2)
+REFUSED = {
+    "fsdp2": "offload_experts, and the model is sharded over ranks",
+    "fsdp2, after a step": "offload_experts, and the model is sharded over ranks",
+    "fsdp2, offload": "offload_experts, and the model is sharded over ranks",
+    "sharded first": "is sharded over ranks, by an engine",
+    "prepare_sharding": "lies in host memory, by offload_experts",
+    "ep_size": "distributed_config has ep_size=2, which packed experts do not",
+    "config": "this load shards the model over ranks",
+}
 
+
+def run_refusals(folder: str) -> dict[str, str]:
     def hosted() -> Any:
         return load(folder, {}, offload=True)
 
@@ -105,18 +111,17 @@ def run_refusals(folder: str) -> dict[str, str]:
             model(input_ids=torch.arange(6)[None])
         return sharded(model, **options)(input_ids=torch.arange(6)[None])
 
-    def sharded_first() -> Any:
-        moe_qlora.offload_experts(sharded(load(folder, {})))
-
-    return {
-        "fsdp2": said(shard),
-        "fsdp2, after a step": said(lambda: shard(stepped=True)),
-        "fsdp2, offload": said(lambda: shard(offload_policy=CPUOffloadPolicy(pin_memory=False))),
-        "sharded first": said(sharded_first),
-        "prepare_sharding": said(lambda: moe_qlora.prepare_sharding(hosted())),
-        "ep_size": said(lambda: load(folder, {}, DistributedConfig(fsdp_size=2, ep_size=2))),
-        "config": said(lambda: load(folder, {}, sharding, offload=True)),
+    two, policy = DistributedConfig(fsdp_size=2), CPUOffloadPolicy(pin_memory=False)
+    calls: dict[str, Any] = {
+        "fsdp2": shard,
+        "fsdp2, after a step": lambda: shard(stepped=True),
+        "fsdp2, offload": lambda: shard(offload_policy=policy),
+        "sharded first": lambda: moe_qlora.offload_experts(sharded(load(folder, {}))),
+        "prepare_sharding": lambda: moe_qlora.prepare_sharding(hosted()),
+        "ep_size": lambda: load(folder, {}, DistributedConfig(fsdp_size=2, ep_size=2)),
+        "config": lambda: load(folder, {}, two, offload=True),
     }
+    return {name: said(call) for name, call in calls.items()}
 
 
 def run(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -147,10 +152,5 @@ def test_two_ranks_train_as_with_resident_experts(two: Any, way: str) -> None:
 
 def test_what_cannot_be_had_is_one_sentence(two: Any) -> None:
     for result in two:
-        texts = result["refusals"]
-        for name in ("fsdp2", "fsdp2, after a step", "fsdp2, offload"):
-            assert "offload_experts, and the model is sharded over ranks" in texts[name], name
-        assert "is sharded over ranks, by an engine" in texts["sharded first"]
-        assert "lies in host memory, by offload_experts" in texts["prepare_sharding"]
-        assert "distributed_config has ep_size=2, which packed experts do not" in texts["ep_size"]
-        assert "this load shards the model over ranks" in texts["config"]
+        for name, words in REFUSED.items():
+            assert words in result["refusals"][name], name

@@ -192,15 +192,10 @@ def run_unprepared(**options: Any) -> dict[str, Any]:
 
 def unprepared() -> Any:
     """Pack a model as a process does that joins a group later."""
-    from moe_qlora import world
-
-    asked, world.runs_distributed = world.runs_distributed, lambda: False
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_qlora.distributed.ranks.runs_distributed", lambda: False)
         model = tiny_model("qwen3_moe")
-        settings = SETTINGS["bf16 storage"]
-        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
-    finally:
-        world.runs_distributed = asked
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**SETTINGS["bf16 storage"]))
     return model.requires_grad_(False)
 
 

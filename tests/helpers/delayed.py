@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_qlora.train import offload, slots
+from moe_qlora.train import offload
 
 GARBAGE = 0xFF  # NaN as fp32 statistics
 
@@ -52,33 +53,40 @@ class Delayed:
         return self.made[-1]
 
     def here(self) -> Any:
-        return "computing"
+        """The computing stream is the device itself."""
+        return self
 
-    def mark(self, stream: Any) -> int:
-        assert stream == "computing"
-        return self.tick()
+    def record_event(self) -> Event:
+        return Event(self)
 
-    def copy(self, to: Tensor, source: Tensor, after: Iterable[int]) -> int:
+    def copy(self, to: Tensor, source: Tensor, after: Iterable[Event]) -> Event:
         slot = to.untyped_storage().data_ptr()
         with self.lock:
-            event = self.tick()
-            if max(after, default=0) < self.read.get(slot, 1):
+            event = Event(self)
+            if max((one.time for one in after), default=0) < self.read.get(slot, 1):
                 self.faults.append("a copy does not wait for what reads the slot, or read it")
             self.read[slot] = 0  # The next copy comes after this one
             to.copy_(torch.full(to.shape, GARBAGE, dtype=torch.uint8))
-            self.queue.append((event, to, source))
-            self.targets[event] = slot
+            self.queue.append((event.time, to, source))
+            self.targets[event.time] = slot
         return event
 
-    def wait(self, stream: Any, event: int) -> None:
-        self.missed += event == self.time  # The copy was ordered for this wait, and not ahead
-        self.finish(event)
-        self.read[self.targets[event]] = self.tick()
+    def wait_event(self, event: Event) -> None:
+        self.missed += event.time == self.time  # It was ordered for this wait, and not ahead
+        event.synchronize()
+        self.read[self.targets[event.time]] = self.tick()
 
-    def finish(self, event: int) -> None:
-        with self.lock:
-            while self.queue and self.queue[0][0] <= event:
-                _, to, source = self.queue.pop(0)
+
+class Event:
+    """All that a device was given until now is done."""
+
+    def __init__(self, device: Delayed) -> None:
+        self.device, self.time = device, device.tick()
+
+    def synchronize(self) -> None:
+        with self.device.lock:
+            while self.device.queue and self.device.queue[0][0] <= self.time:
+                _, to, source = self.device.queue.pop(0)
                 to.copy_(source)
 
 
@@ -115,6 +123,7 @@ def delayed(monkeypatch: Any) -> Any:
     assert not [fault for each in made for fault in each.faults]
 
 
-def blocks(count: int, nbytes: int = 8) -> list[slots.Block]:
+def blocks(count: int, nbytes: int = 8) -> list[Any]:
     """Blocks whose bytes are their number."""
-    return [slots.Block(torch.full((nbytes,), i, dtype=torch.uint8), i) for i in range(count)]
+    memories = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(count)]
+    return [SimpleNamespace(memory=memory, place=i) for i, memory in enumerate(memories)]

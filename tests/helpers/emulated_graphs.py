@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_qlora.packing import parametrize
-from moe_qlora.train import recording
+from moe_qlora.train import graphs
 from moe_qlora.train.offload import _Hosted
 
 
@@ -62,55 +63,40 @@ def hold_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Hosted, "fetch", noting(_Hosted.fetch))
 
 
-class _Generator:
-    def get_offset(self) -> int:
-        return 0
-
-    def set_offset(self, offset: int) -> None: ...
-
-
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let recorded calls run on a CPU during a test."""
-    forward, gradients = recording.RecordedCall._forward, recording.RecordedCall._gradients
+    forward, gradients = graphs.RecordedCall._forward, graphs.RecordedCall._gradients
 
-    def exchanged(call: Any) -> Any:
-        return recording._exchanged(call.layer, call.trained, call.weights)
+    def recorded(run: Any, again: Any) -> Any:
+        def at_once(call: Any, *args: Any) -> Any:
+            def work() -> None:
+                """Write what the call computes where it was when it was recorded."""
+                places = call.outs, call.grads, call.grad_x, call.weight_grads
+                with call.exchanged():
+                    again(call)
+                found = [*call.outs, call.grad_x, *call.weight_grads]
+                call.outs, call.grads, call.grad_x, call.weight_grads = places
+                for place, result in zip([*places[0], places[2], *places[3]], found, strict=True):
+                    if place is not None and place is not result:
+                        place.data.copy_(result)  # A replay counts no version
 
-    def at(places: list[Any], call: Any, name: str) -> None:
-        """Write what a call has computed where it was when it was recorded."""
-        for place, result in zip(places, getattr(call, name), strict=True):
-            place.data.copy_(result)  # A replay counts no version
-        setattr(call, name, places)
+            if _Graph.current is not None:
+                _Graph.current.work = work
+            return run(call, *args)
 
-    def record_forward(call: Any) -> Any:
-        def again() -> None:
-            outs, grads = call.outs, call.grads
-            with exchanged(call):
-                call.latest = forward(call)
-            at(outs, call, "outs")
-            call.grads = grads
+        return at_once
 
-        if _Graph.current is not None:
-            _Graph.current.work = again
-        return forward(call)
+    def forward_again(call: Any) -> None:
+        call.latest = forward(call)
 
-    def record_gradients(call: Any, edges: Any) -> None:
-        def again() -> None:
-            of_weights, of_x = call.weight_grads, call.grad_x
-            with exchanged(call):
-                gradients(call, call.latest)
-            at(of_weights, call, "weight_grads")
-            if of_x is not None:
-                call.grad_x = of_x.copy_(call.grad_x)
+    def gradients_again(call: Any) -> None:
+        gradients(call, call.latest)
 
-        if _Graph.current is not None:
-            _Graph.current.work = again
-        gradients(call, edges)
-
-    monkeypatch.setattr(recording.RecordedCall, "_forward", record_forward)
-    monkeypatch.setattr(recording.RecordedCall, "_gradients", record_gradients)
-    monkeypatch.setattr(recording, "capture", lambda graph, _: _recorded(graph))
+    monkeypatch.setattr(graphs.RecordedCall, "_forward", recorded(forward, forward_again))
+    monkeypatch.setattr(graphs.RecordedCall, "_gradients", recorded(gradients, gradients_again))
+    generator = SimpleNamespace(get_offset=lambda: 0, set_offset=lambda _: None)
+    monkeypatch.setattr(graphs, "capture", lambda graph, _: _recorded(graph))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(torch.cuda, "default_generators", [_Generator()])
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])

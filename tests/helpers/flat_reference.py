@@ -8,6 +8,9 @@ from torch import Tensor
 
 from moe_qlora.train import segments
 
+SEEN: list[int] = []
+"""How many rows of one length the segments of each forward were, or 0, since `use`."""
+
 
 def _scores(q: Tensor, k: Tensor, offsets: Tensor, window: int, scale: float) -> Tensor:
     """Return scores `(heads, L, L)`, -inf where a query does not see a key."""
@@ -21,11 +24,13 @@ def _scores(q: Tensor, k: Tensor, offsets: Tensor, window: int, scale: float) ->
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int, scale: float
+def kernel_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention `(L, heads, D)` and its log-sum-exp `(heads, L)`."""
+    longest, rows = sizes.tolist()
     assert int((offsets[1:] - offsets[:-1]).max()) <= longest
+    SEEN.append(rows)
     scores = _scores(q, k, offsets, window, scale)
     lse = scores.logsumexp(-1)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -33,8 +38,8 @@ def flash_forward(
     return out.to(q.dtype).contiguous(), lse
 
 
-def flash_backward(
-    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, longest: int, window: int, scale: float
+def kernel_backward(
+    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, sizes: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, from the given log-sum-exp, as the kernel computes them."""
     q, k, v, out, lse = saved
@@ -52,28 +57,10 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _of_rows(q: Tensor, rows: int) -> tuple[Tensor, int]:
-    return torch.arange(rows + 1) * (len(q) // rows), len(q)
-
-
-def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return attention over so many rows of one length."""
-    return flash_forward(q, k, v, *_of_rows(q, rows), -1, scale)
-
-
-def rows_backward(
-    grad: Tensor, saved: Sequence[Tensor], rows: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return its gradients."""
-    return flash_backward(grad, saved, *_of_rows(saved[0], rows), -1, scale)
-
-
 def use(monkeypatch: Any) -> None:
     """Let segments be told apart by offsets on the CPU and in 32 bit, as on CUDA in 16."""
-    monkeypatch.setattr(segments, "rows_forward", rows_forward)
-    monkeypatch.setattr(segments, "rows_backward", rows_backward)
-    monkeypatch.setattr(segments, "has_cudnn", lambda q: True)
-    monkeypatch.setattr(segments, "flash_forward", flash_forward)
-    monkeypatch.setattr(segments, "flash_backward", flash_backward)
+    SEEN.clear()
+    monkeypatch.setattr(segments, "kernel_forward", kernel_forward)
+    monkeypatch.setattr(segments, "kernel_backward", kernel_backward)
     monkeypatch.setattr(segments, "DTYPES", (*segments.DTYPES, torch.float32))
     monkeypatch.setattr(segments, "has_kernels", lambda device, dtype: True)

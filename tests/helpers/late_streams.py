@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moe_qlora.kernels import moe_layer
-from moe_qlora.kernels.lang import run_kernel
+from moe_qlora.kernels.lang import launcher
 
 
 class _Weak:
@@ -57,7 +58,7 @@ class LateStream:
             LateStream.used.append(self)
 
     @contextmanager
-    def beside(self, *read: Tensor) -> Iterator[None]:
+    def overlapped(self, *read: Tensor) -> Iterator[None]:
         self.read += read
         before, LateStream.current = LateStream.current, self
         try:
@@ -94,20 +95,24 @@ class _Deferring(TorchDispatchMode):
 
 
 def replace_launches(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
-    """Launch kernels by `run` during a test."""
+    """Launch kernels by `run(kernel, grid, *args, **options)` during a test."""
+    stub = lambda kernel, grid, _: partial(run, kernel, grid)  # noqa: E731
     for name, module in list(sys.modules.items()):
-        if name.startswith("moe_qlora.kernels.") and hasattr(module, "run_kernel"):
-            monkeypatch.setattr(module, "run_kernel", run)
+        if name.startswith("moe_qlora.kernels.") and hasattr(module, "launcher"):
+            monkeypatch.setattr(module, "launcher", stub)
 
 
 def run_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let second streams be late during a test."""
 
+    def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        launcher(kernel, grid, args[0])(*args, **options)
+
     def deferred(*args: Any, **options: Any) -> None:
         if LateStream.current is None:
-            run_kernel(*args, **options)
+            launch(*args, **options)
         else:
-            LateStream.current.defer(run_kernel, *args, **options)
+            LateStream.current.defer(launch, *args, **options)
 
     replace_launches(monkeypatch, deferred)
     monkeypatch.setattr(LateStream, "used", [], raising=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,6 @@ from moe_qlora.errors import (
     ConfigError,
 )
 from moe_qlora.integrations.settings import PLUGIN as NAME
-from moe_qlora.lora import layer as lora
 from moe_qlora.packing import parametrize
 
 pytestmark = [
@@ -334,35 +332,6 @@ def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
     plugin = PluginManager.get_instance().plugins[NAME]
     plugin.pre_model_load(cfg)
     assert plugin.host is None
-
-
-def test_the_users_own_target_parameters_train_alike(config, tmp_path) -> None:
-    """With these in the file axolotl patches PEFT, which must not get in between."""
-    _, losses = train(ours({**config, "output_dir": str(tmp_path / "one")}, lora_experts=True))
-    config["lora_target_parameters"] = ["experts.gate_up_proj", "experts.down_proj"]
-    model, again = train(ours({**config, "output_dir": str(tmp_path / "two")}))
-    assert again == losses
-    wrappers = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
-    assert len(wrappers) == 4
-
-
-def test_a_base_that_is_packed_already(config, tmp_path) -> None:
-    folder = tmp_path / "packed"
-    asked = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_quant_storage": "bfloat16",
-        "bnb_4bit_compute_dtype": "float32",
-    }
-    moe_qlora.quantize_checkpoint(config["base_model"], folder, asked)
-    for file in Path(config["base_model"]).glob("tokenizer*"):
-        shutil.copy(file, folder)
-    whole, losses = train(ours({**config, "output_dir": str(tmp_path / "one")}, lora_experts=True))
-    assert packed(whole)
-    config |= {"base_model": str(folder), "output_dir": str(tmp_path / "two")}
-    model, again = train(ours(config, lora_experts=True))
-    assert len(packed(model)) == 4
-    assert again == losses
 
 
 def test_a_merge_that_cannot_be_made_again_says_so(config) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import logging
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import peft
@@ -13,15 +17,16 @@ import yaml
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect, layout
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
+from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
-from moe_qlora.integrations.settings import ExpertsSettings, Role
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.train.flat_rows import has_flat_rows
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -104,21 +109,6 @@ def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
     assert (logits(base) - logits(trained)).abs().max() > 1e-2
 
 
-def test_hooks_instead_of_blocks(folder: Path) -> None:
-    host = ExpertsHost()
-    host.before_build(NF4)
-    assert is_enabled()
-    model = load(folder)
-    host.after_build(model)
-    assert not is_enabled()
-    assert len(packed(model)) == 4
-    host.before_build()
-    host.before_build()
-    host.close()
-    host.close()
-    assert not is_enabled()
-
-
 def test_off_after_a_build_that_fails(folder: Path) -> None:
     host = ExpertsHost()
     with pytest.raises(OSError), host.loading():
@@ -128,14 +118,6 @@ def test_off_after_a_build_that_fails(folder: Path) -> None:
     inner.before_build()
     with pytest.raises(ZeroDivisionError), inner:
         raise ZeroDivisionError
-    assert not is_enabled()
-
-
-def test_off_where_the_check_fails(folder: Path) -> None:
-    host = ExpertsHost()
-    host.before_build()
-    with pytest.raises(DetectionError):
-        host.after_build(nn.Linear(2, 2))
     assert not is_enabled()
 
 
@@ -163,28 +145,6 @@ def test_half_of_the_experts_unpacked(folder: Path) -> None:
         ExpertsHost().after_build(model)
 
 
-def test_more_skips_keep_those_of_the_config(folder: Path) -> None:
-    import bitsandbytes as bnb
-
-    def whole(model: nn.Module) -> set[str]:
-        return {name for name, module in model.named_modules() if type(module) is nn.Linear}
-
-    stock = whole(load(folder))
-    assert stock == {"lm_head"}  # what transformers leaves when nobody names anything
-    host = ExpertsHost({"skip_modules": ["v_proj"]})
-    model = build(folder, host)
-    values = {f"model.layers.{layer}.self_attn.v_proj" for layer in range(2)}
-    assert whole(model) == {"lm_head", *values}
-    own = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "q_proj"])
-    with host.loading(own):
-        model = load(folder, own)
-    queries = {name.replace("v_proj", "q_proj") for name in values}
-    assert whole(model) == {"lm_head", *values, *queries}
-    assert own.llm_int8_skip_modules == ["lm_head", "q_proj"]
-    assert isinstance(model.model.layers[0].self_attn.o_proj, bnb.nn.Linear4bit)
-    assert model.config.quantization_config.llm_int8_skip_modules == ["lm_head", "q_proj", "v_proj"]
-
-
 def test_nothing_is_packed_where_the_settings_say_so(folder: Path) -> None:
     host = ExpertsHost({"pack_experts": False})
     with host.loading(NF4):
@@ -195,23 +155,6 @@ def test_nothing_is_packed_where_the_settings_say_so(folder: Path) -> None:
     config = host.before_peft(model, LoraConfig(target_modules=ATTENTION))
     assert config.target_parameters is None
     assert host.after_peft(peft.get_peft_model(model, config)) is not None
-
-
-def test_a_dense_model_is_refused() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
-    with pytest.raises(DetectionError, match="llama model holds no fused expert weights"):
-        ExpertsHost().after_build(model)
-    assert ExpertsHost({"pack_experts": False}).after_build(model) is None
-
-
-def test_a_model_without_quantization_is_refused() -> None:
-    with pytest.raises(ConfigError, match="loaded without a BitsAndBytesConfig"):
-        ExpertsHost().after_build(tiny_model("qwen3_moe"))
-    with pytest.raises(ConfigError, match="neither 4 nor 8 bit"):
-        ExpertsHost().before_build(BitsAndBytesConfig())
 
 
 def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path) -> None:
@@ -238,35 +181,6 @@ def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules=list(ATTENTION))
 
 
-def test_lora_on_experts_that_got_lost_is_told(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": True})
-    model = build(folder, host)
-    with pytest.raises(AdapterError, match=r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj"):
-        host.after_peft(peft.get_peft_model(model, lora()))
-
-
-def test_lora_on_experts_of_a_model_without_adapters_is_told(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": True})
-    with pytest.raises(AdapterError, match=r"lora_experts is True and the .* has no adapter"):
-        host.after_peft(build(folder, host))
-    host = ExpertsHost()
-    model = build(folder, host)
-    assert host.after_peft(model) is model
-
-
-def test_a_role_that_the_model_does_not_have(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": ["up"]})
-    with pytest.raises(ConfigError, match=r"'up'; this model has \['down', 'gate_up'\]"):
-        host.before_peft(build(folder, host), lora())
-
-
-def test_what_hosts_leave_unset(folder: Path) -> None:
-    """axolotl hands None for fields that it was told nothing of."""
-    host = ExpertsHost({"lora_experts": True})
-    asked = LoraConfig(target_modules=ATTENTION, fan_in_fan_out=None)
-    assert host.before_peft(build(folder, host), asked).target_parameters
-
-
 def test_dropout_is_for_training_and_not_in_files(folder: Path, tmp_path: Path) -> None:
     host = ExpertsHost({"lora_experts": True})
     model = build(folder, host)
@@ -287,19 +201,7 @@ def test_dropout_is_for_training_and_not_in_files(folder: Path, tmp_path: Path) 
     assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
 
 
-def test_dropout_that_cannot_be_is_refused_before_adapters_are_made() -> None:
-    import moe_qlora
-
-    model = tiny_model("llama4_text")
-    moe_qlora.quantize_experts(model, NF4)
-    asked = LoraConfig(target_modules=ATTENTION, lora_dropout=0.2)
-    with pytest.raises(ConfigError, match=r"lora_dropout=0\.2 does not work for .*gate_up_proj of"):
-        ExpertsHost({"lora_experts": True}).before_peft(model, asked)
-
-
 def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
-    from transformers import LlamaConfig
-
     ExpertsHost({"lora_experts": ["down"]}).check_model(folder)
     with pytest.raises(DetectionError, match="llama model holds no fused expert"):
         ExpertsHost().check_model(LlamaConfig())
@@ -346,22 +248,111 @@ def test_bad_yaml_is_one_sentence(block: str, message: str) -> None:
     assert str(error.value).count(". ") == 0
 
 
-def test_good_yaml() -> None:
-    block = yaml.safe_load("lora_experts: [gate_up, down]\nskip_modules: [lm_head]\n")
-    settings = ExpertsSettings.read(block)
-    assert settings.lora_experts == ("gate_up", "down")
-    assert settings.skip_modules == ("lm_head",)
-    assert settings.pack_experts
-    assert ExpertsSettings.read(None) == ExpertsSettings.read({}) == ExpertsSettings()
-    assert block == {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
+def test_hooks_in_place_of_blocks_and_ways_out(folder: Path) -> None:
+    host = ExpertsHost()
+    host.before_build(NF4)
+    assert is_enabled()
+    host.after_build(load(folder))
+    assert not is_enabled()
+    host.before_build()
+    host.close()
+    host.close()
+    assert not is_enabled()
+    host.before_build()
+    with pytest.raises(DetectionError):
+        host.after_build(nn.Linear(2, 2))
+    assert not is_enabled()
 
 
-def test_the_roles_are_those_of_the_layout() -> None:
-    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN)
-    assert get_args(Role) == parts
+def dense() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+
+
+REFUSALS: list[tuple[Any, Any, Any, str]] = [
+    ({}, lambda host, _: host.after_build(dense()), DetectionError, "llama model holds no fused"),
+    (
+        {}, lambda host, _: host.after_build(tiny_model("qwen3_moe")),
+        ConfigError, "loaded without a BitsAndBytesConfig",
+    ),
+    (
+        {}, lambda host, _: host.before_build(BitsAndBytesConfig()),
+        ConfigError, "neither 4 nor 8 bit",
+    ),
+    (
+        {"lora_experts": True},
+        lambda host, model: host.after_peft(peft.get_peft_model(model, lora())),
+        AdapterError, r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj",
+    ),
+    (
+        {"lora_experts": True}, lambda host, model: host.after_peft(model),
+        AdapterError, r"lora_experts is True and the .* has no adapter",
+    ),
+    (
+        {"lora_experts": ["up"]}, lambda host, model: host.before_peft(model, lora()),
+        ConfigError, r"'up'; this model has \['down', 'gate_up'\]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "call", "error", "words"), REFUSALS)
+def test_refusals(block: Any, call: Any, error: Any, words: str, folder: Path) -> None:
+    host = ExpertsHost(block)
+    with host.loading(NF4):
+        model = load(folder)
+    with pytest.raises(error, match=words):
+        call(host, model)
 
 
 def test_every_setting_has_its_allowed_values() -> None:
-    from moe_qlora.integrations import settings as checks
+    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN)
+    assert get_args(settings.Role) == parts
+    assert list(settings.ExpertsSettings.model_fields) == list(settings._ALLOWED)
+    block = {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
+    read = ExpertsHost(block).settings
+    assert read.lora_experts == ("gate_up", "down") and read.pack_experts
 
-    assert list(ExpertsSettings.model_fields) == list(checks._ALLOWED)
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """axolotl's plugin, on stand-ins of the two names that its file takes from axolotl."""
+    base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
+    base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
+    for name in ("axolotl", "axolotl.integrations", "axolotl.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (base, log):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "moe_qlora.integrations.axolotl", raising=False)
+    ours = importlib.import_module("moe_qlora.integrations.axolotl")
+    monkeypatch.delitem(sys.modules, ours.__name__)
+    return ours.MoeQloraPlugin()
+
+
+def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_path: Path) -> None:
+    host = ExpertsHost({"lora_experts": True})
+    trained = build(folder, host)
+    trained = stir(host.after_peft(peft.get_peft_model(trained, host.before_peft(trained, lora()))))
+    trained.save_pretrained(tmp_path)
+    cfg = {
+        "plugins": [settings.PLUGIN], "adapter": "qlora", "load_in_4bit": True,
+        "base_model": str(folder), "lora_model_dir": str(tmp_path), "lora_dropout": 0.2,
+        "micro_batch_size": 3, "sequence_len": 64,
+        "moe_qlora": {"lora_experts": True, "prepare_training": "1GiB"},
+    }  # fmt: skip
+    plugin.pre_model_load(cfg)
+    model = load(folder)
+    plugin.post_model_build(cfg, model)
+    assert not is_enabled() and len(packed(model)) == 4
+    plugin.pre_lora_load(cfg, model)
+    again: Any = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
+    plugin.post_lora_load(cfg, again)
+    drops = [m.lora_dropout["default"] for m in again.modules() if isinstance(m, LoraLayer)]
+    assert [drop.p for drop in drops] == [0.2] * 8
+    torch.testing.assert_close(logits(again.eval()), logits(trained.eval()))
+    plugin.post_trainer_create(cfg, SimpleNamespace(model=again))
+    assert has_flat_rows(again)
+    plugin.post_train_unload(cfg)
+    assert not has_flat_rows(again) and plugin.host is None
+    plugin.pre_model_load(cfg)  # A build that fails
+    plugin.register({**cfg, "plugins": []})
+    assert not is_enabled()

@@ -7,7 +7,6 @@ experts counts its calls, and norms, rotary embedding and loss stay what they ar
 from __future__ import annotations
 
 import importlib
-from functools import cache
 from typing import Any
 
 import datasets
@@ -15,11 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
@@ -30,17 +27,11 @@ from tests.helpers.plans import plan
 pytest.importorskip("liger_kernel")
 
 from liger_kernel.transformers import monkey_patch, swiglu
-from liger_kernel.transformers.model import output_classes
 
 BNB = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
 )
-# Liger has a class of experts for the first nine, and leaves those of the others alone.
-REPLACED = (
-    "mixtral", "qwen3_moe", "qwen3_vl_moe", "glm4v_moe", "qwen3_next", "qwen3_5_moe",
-    "hunyuan_v1_moe", "deepseek_v2", "deepseek_v3",
-)  # fmt: skip
-LEFT_ALONE = ("deepseek_v4", "gpt_oss", "llama4_text", "gemma4_text")
+REPLACED = ("mixtral", "qwen3_moe", "hunyuan_v1_moe", "deepseek_v3")  # Liger has their experts
 CPU = {
     "rope": False,
     "rms_norm": False,
@@ -84,13 +75,7 @@ def liger(monkeypatch):
     monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", FusedExperts)
     monkeypatch.setattr(swiglu, "LigerSiLUMulFunction", SiLUMul)
     monkeypatch.setattr(FusedExperts, "calls", 0)
-    # Liger 0.8.5 makes these of classes that transformers 5.23 has no more, and fails without.
-    for name in ("Qwen3VLMoe", "Qwen3_5Moe", "Glm4vMoe"):
-        output = f"Liger{name}CausalLMOutputWithPast"
-        monkeypatch.setattr(output_classes, output, CausalLMOutputWithPast, raising=False)
-    modules = [
-        importlib.import_module(model_class(name).__module__) for name in (*REPLACED, *LEFT_ALONE)
-    ]
+    modules = [importlib.import_module(model_class(name).__module__) for name in REPLACED]
     before = [dict(vars(module)) for module in modules]
     yield
     for module, names in zip(modules, before, strict=True):
@@ -105,13 +90,9 @@ def apply(target: Any) -> None:
         monkey_patch._apply_liger_kernel_to_instance(target, **CPU)
 
 
-def adapted(model: nn.Module, dropout: float = 0.0) -> Any:
+def adapted(model: nn.Module) -> Any:
     torch.manual_seed(1)
-    # Not deepseek_v4's grouped Linear, which PEFT cannot adapt.
-    config = LoraConfig(
-        r=3, lora_alpha=7, target_modules="all-linear", exclude_modules=["o_a_proj"],
-        lora_dropout=dropout,
-    )  # fmt: skip
+    config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
     peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     generator = torch.Generator().manual_seed(2)
     for name, parameter in peft_model.named_parameters():
@@ -120,7 +101,7 @@ def adapted(model: nn.Module, dropout: float = 0.0) -> Any:
     return peft_model
 
 
-def build(model_type: str, way: str | None = None, dropout: float = 0.0) -> Any:
+def build(model_type: str, way: str | None = None) -> Any:
     """A packed model with LoRA, to which Liger was applied at some point; in training mode."""
     state = tiny_model(model_type).state_dict()
     if way == "class":
@@ -132,7 +113,7 @@ def build(model_type: str, way: str | None = None, dropout: float = 0.0) -> Any:
     moe_qlora.quantize_experts(model, BNB)
     if way == "packed":
         apply(model)
-    peft_model = adapted(model, dropout)
+    peft_model = adapted(model)
     if way == "adapted":
         apply(peft_model.get_base_model())
     return peft_model.train()
@@ -160,12 +141,6 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         torch.testing.assert_close(right[name], value, rtol=0, atol=0, msg=name)
 
 
-@cache
-def plain_results(model_type: str) -> dict[str, Tensor]:
-    """Those of a model that Liger has not met."""
-    return run(build(model_type))
-
-
 # Every class of Liger's, applied last; one of them at every moment.
 @pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
 @pytest.mark.parametrize(
@@ -176,32 +151,11 @@ def plain_results(model_type: str) -> dict[str, Tensor]:
     ],
 )
 def test_packed_experts_keep_their_forward(model_type, way):
-    plain = plain_results(model_type)
+    plain = run(build(model_type))
     assert any("experts" in name for name in plain)
     model = build(model_type, way)
     assert_same(plain, run(model))
     assert FusedExperts.calls == 0
-
-
-@pytest.mark.parametrize("model_type", LEFT_ALONE)
-def test_experts_that_liger_leaves_alone(model_type):
-    assert_same(run(build(model_type)), run(build(model_type, "adapted")))
-
-
-@pytest.mark.parametrize("way", ["class", "instance", "packed"])
-def test_unpacked_experts_are_ligers_again(way):
-    model = build("qwen3_moe", way).eval()
-    experts = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
-    assert "LigerExperts()" not in repr(model) or way == "class"
-    expected = run(model)["out"]
-    merged = model.merge_and_unload()
-    plain = merged.get_submodule("model.layers.0.mlp.experts")
-    assert plain is experts.get_base_layer()
-    torch.testing.assert_close(run(merged)["out"], expected, rtol=1e-4, atol=1e-4)
-    assert FusedExperts.calls > 0
-    assert "LigerExperts" in repr(plain)
-    left = [name for name in vars(plain) if name.startswith("_moe_qlora_a") or name == "has_gate"]
-    assert left == ([] if way == "class" else ["has_gate"])
 
 
 def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
@@ -228,13 +182,6 @@ def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     assert FusedExperts.calls == 0
 
 
-@pytest.mark.parametrize("way", ["class", "adapted"])
-def test_dropout_is_applied(way):
-    results = run(build("qwen3_moe", way, dropout=0.3))
-    assert_same(run(build("qwen3_moe", dropout=0.3)), results)
-    assert FusedExperts.calls == 0
-
-
 @pytest.mark.parametrize("what", ["layers", pytest.param("whole", marks=pytest.mark.nightly)])
 def test_compiles_where_liger_came_last(what):
     """Nothing of ours runs between Liger and the first compiled forward, not even `eval()`."""
@@ -252,49 +199,23 @@ def test_compiles_where_liger_came_last(what):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_hook_survives(before):
-    expected = plain_results("qwen3_moe")
-    model = build("qwen3_moe")
-    experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
-    calls = []
-
-    class Counting(ModelHook):
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            calls.append(module)
-            return args, kwargs
-
-    every = [each for module in experts for each in (module, module.get_base_layer())]
-    if not before:
-        apply(model.get_base_model())
-    for module in every:
-        add_hook_to_module(module, Counting())
-    if before:
-        apply(model.get_base_model())
-    assert_same(expected, run(model))
-    assert calls == every
-    for module in every:
-        remove_hook_from_module(module)
-    assert_same(expected, run(model))
-    assert calls == every
-    assert FusedExperts.calls == 0
-
-
 @pytest.mark.usefixtures("trainable_linears", "quiet_loading")
-@pytest.mark.filterwarnings("ignore:liger-kernel did not return token_accuracy")  # by TRL 1.14
-def test_a_trainer_with_the_switch(model_folder, tmp_path):
+@pytest.mark.filterwarnings("ignore")  # By TRL 1.14, and dill
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_trainer_with_the_switch(device, model_folder, tmp_path):
     """`use_liger_kernel=True`, twice in one process: the second model is of Liger's class."""
+    on_cpu = device == "cpu"
 
     def losses(**switch: Any) -> list[float]:
         torch.manual_seed(0)
         common: dict[str, Any] = {
             "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2,
             "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-            "use_cpu": True, "disable_tqdm": True, "gradient_checkpointing": True, **switch,
+            "use_cpu": on_cpu, "disable_tqdm": True, "gradient_checkpointing": True, **switch,
         }  # fmt: skip
         with moe_qlora.enabled():
             model = AutoModelForCausalLM.from_pretrained(
-                model_folder, quantization_config=BNB, dtype=torch.float32
+                model_folder, quantization_config=BNB, dtype=torch.float32, device_map={"": device}
             )
         model = adapted(model)
         data = datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(6)])
@@ -307,8 +228,10 @@ def test_a_trainer_with_the_switch(model_folder, tmp_path):
 
     plain = losses()
     for _ in range(2):
-        found = losses(use_liger_kernel=True, liger_kernel_config=CPU)
-        assert found == pytest.approx(plain, rel=1e-6)  # TRL 1.14 has plain losses in chunks
+        kernels = CPU if on_cpu else {"cross_entropy": False}
+        found = losses(use_liger_kernel=True, liger_kernel_config=kernels)
+        # TRL 1.14 has plain losses in chunks
+        assert found == pytest.approx(plain, rel=1e-6 if on_cpu else 2e-2)
         assert FusedExperts.calls == 0
 
 

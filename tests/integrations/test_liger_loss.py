@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 pytest.importorskip("liger_kernel")
+
+from liger_kernel.transformers import monkey_patch
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
@@ -33,7 +36,7 @@ def test_as_transformers(model_type: str) -> None:
     weight = model.get_input_embeddings().weight.requires_grad_(True)
     results = []
     for liger in (False, True):
-        undo = apply_liger(model, in_layers=False) if liger else None
+        undo = apply_liger(model) if liger else None
         weight.grad = None
         loss = model(**inputs).loss
         loss.backward()
@@ -56,7 +59,7 @@ def test_chunks_are_larger_unless_the_call_says(
         asked.append(options)
         return options["hidden_states"].sum()
 
-    with apply_liger(model, in_layers=False):
+    with apply_liger(model):
         monkeypatch.setitem(model.forward.__func__.__globals__, "LigerForCausalLMLoss", loss)
         model(**batch(model), **given)
         model(input_ids=batch(model)["input_ids"])
@@ -64,36 +67,72 @@ def test_chunks_are_larger_unless_the_call_says(
     assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
 
 
-def test_heads_of_which_more_is_to_be_read_than_a_weight() -> None:
-    model = tiny_model("qwen3_moe")
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
-    with pytest.raises(ConfigError, match="the head has LoRA"):
-        apply_liger(adapted.get_base_model(), in_layers=False)
-    model = tiny_model("qwen3_moe")
+def with_adapter(model: Any) -> Any:
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    return get_peft_model(model, config).get_base_model()
+
+
+def with_bias(model: Any) -> None:
     model.lm_head.bias = nn.Parameter(torch.zeros(model.lm_head.out_features))
-    with pytest.raises(ConfigError, match="the head has a bias"):
-        apply_liger(model, in_layers=False)
-    model = tiny_model("qwen3_moe")
+
+
+def with_codes(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ConfigError, match="the head is quantized"):
-        apply_liger(model, in_layers=False)
-    model = tiny_model("qwen3_moe")
+
+
+def with_loss(model: Any) -> None:
     model.loss_function = lambda *args, **kwargs: torch.tensor(42.0)
-    with pytest.raises(ConfigError, match="loss_function was set"):
-        apply_liger(model, in_layers=False)
 
 
-def test_forwards_that_liger_replaces_in_classes_go_back() -> None:
-    model = tiny_model("llama4_text")
-    cls = type(model)
-    before = vars(cls)["forward"]
-    with pytest.raises(ConfigError, match="replaces the forward of all llama4_text models"):
-        apply_liger(model, in_layers=False)
-    assert vars(cls)["forward"] is before and "forward" not in vars(model)
-
-
-def test_a_hook_of_accelerate_keeps_the_models_loss() -> None:
-    model = tiny_model("qwen3_moe")
+def with_hook(model: Any) -> None:
     add_hook_to_module(model, ModelHook())
-    with pytest.raises(ConfigError, match="other code computes the loss"):
-        apply_liger(model, in_layers=False)
+
+
+def failing(model: Any) -> None:
+    def fails(model: Any, **_: Any) -> None:
+        model.forward = model.model.forward
+        raise ImportError("cannot import name 'Gone'")
+
+    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN["qwen3_moe"] = fails
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "words"),
+    [
+        ("qwen3_moe", with_adapter, "the head has LoRA"),
+        ("qwen3_moe", with_bias, "the head has a bias"),
+        ("qwen3_moe", with_codes, "the head is quantized"),
+        ("qwen3_moe", with_loss, "loss_function was set"),
+        ("qwen3_moe", with_hook, "other code computes the loss"),
+        ("qwen3_moe", failing, "Liger fails on qwen3_moe .*Gone"),
+        ("llama4_text", None, "replaces the forward of all llama4_text models"),
+        ("glm4_moe", None, "Liger has no kernels for glm4_moe"),
+    ],
+)
+def test_where_the_loss_stays_the_models(
+    model_type: str, change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_types = dict(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    monkeypatch.setattr(monkey_patch, "MODEL_TYPE_TO_APPLY_LIGER_FN", of_types)
+    model = tiny_model(model_type)
+    if change is not None:
+        model = change(model) or model
+    before = dict(vars(model)), vars(type(model))["forward"]
+    with pytest.raises(ConfigError, match=words):
+        apply_liger(model)
+    assert (dict(vars(model)), vars(type(model))["forward"]) == before
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_nothing_is_left_behind(model_type: str) -> None:
+    model = tiny_model(model_type)
+    file = sys.modules[type(model).__module__]
+
+    def everything() -> Any:
+        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(file))
+
+    before = everything()
+    with apply_liger(model):
+        assert model.forward.__module__.startswith("liger_kernel.")
+        assert everything()[1] == before[1]  # Of the next model, too
+    assert everything() == before

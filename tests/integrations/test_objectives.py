@@ -11,16 +11,6 @@ from torch.nn import functional as F
 from moe_qlora.integrations import host as objectives
 from tests.helpers.fitting import adapted, fitted, measured_peak, token_ids
 
-KNOWN = ("sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "grpo")
-
-
-def test_pairs_are_two_sequences_and_references_a_second_forward() -> None:
-    assert {"rm", "dpo", "ipo", "orpo", "simpo", "cpo"} == objectives._PAIRS
-    losses: dict[str, Any] = {name: objectives.loss_of(name) for name in KNOWN}
-    assert [name for name, loss in losses.items() if loss is None] == ["sft", "pt", "rm"]
-    others = {name: loss.keywords["referred"] for name, loss in losses.items() if loss}
-    assert [name for name, referred in others.items() if referred] == ["dpo", "ipo", "kto"]
-
 
 @pytest.mark.parametrize("objective", ["sft", "dpo", "one of tomorrow"])
 def test_the_memory_of_a_loss_is_planned(objective: str) -> None:

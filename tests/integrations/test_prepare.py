@@ -5,11 +5,8 @@ Without a GPU, tests take the model for one on CUDA; graphs then record nothing,
 
 from __future__ import annotations
 
-import importlib
 import logging
-import sys
-from contextlib import contextmanager, nullcontext, suppress
-from types import ModuleType, SimpleNamespace
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,13 +20,11 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost
-from moe_qlora.integrations.settings import PLUGIN
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
 from moe_qlora.train import fit as speed_fit
 from moe_qlora.train import graphs as speed_graphs
 from moe_qlora.train import prepare
 from moe_qlora.train.flat_rows import has_flat_rows
-from moe_qlora.train.liger import apply_liger
 
 BNB = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
@@ -45,17 +40,13 @@ def adapted(model_type: str = "qwen3_moe", **options: Any) -> Any:
     return moe_qlora.get_peft_model(model, config, experts=True).train()
 
 
-def modeling_of(model: Any) -> Any:
-    return importlib.import_module(type(model.get_base_model()).__module__)
-
-
 def state(model: Any) -> Any:
-    """Every attribute of every module, and of the module that defines the model's classes."""
+    """Every attribute of every module."""
     ours = {name: dict(vars(module)) for name, module in model.named_modules()}
     for held in ours.values():
         if held.get("_compiled_call_impl", 0) is None:  # as the class has it
             del held["_compiled_call_impl"]
-    return ours, dict(vars(modeling_of(model)))
+    return ours
 
 
 def layers_of(model: Any) -> list[Any]:
@@ -134,8 +125,7 @@ def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
 
 def test_on_a_cpu_memory_is_fitted():
     def attributes() -> set[tuple[str, str]]:
-        modules = state(model)[0]
-        return {(name, each) for name, held in modules.items() for each in held}
+        return {(name, each) for name, held in state(model).items() for each in held}
 
     model = adapted()
     model(**tiny_inputs(model.get_base_model()))  # which sets some
@@ -194,21 +184,12 @@ def test_memory_that_is_too_small_leaves_the_model_as_it_was(cuda):
     assert state(model) == before
 
 
-def test_without_triton_liger_has_the_norms(cuda, monkeypatch):
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr(prepare, "has_triton", lambda: False)
-    model = adapted()
-    before = state(model)
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert "Liger: loss, norms, rotary embedding." in str(prepared)
-        assert "torch.compile: not used; Triton is not installed." in str(prepared)
-        assert cuda[0] == "graphs, compiled=False"
-        assert is_ligers(layers_of(model)[0].input_layernorm.forward)
-    assert state(model) == before
-
-
 def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
     model = adapted()
+    assert prepare._sharding(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.lm_head.weight), "device_mesh", None, raising=False)
+        assert prepare._sharding(model) == "weights are sharded over ranks"
     before = state(model)
     monkeypatch.setattr(prepare, "_sharding", lambda model: "FSDP will shard the weights")
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
@@ -217,13 +198,6 @@ def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
         assert all(layer._compiled_call_impl is not None for layer in layers_of(model))
     assert all(layer._compiled_call_impl is None for layer in layers_of(model))
     assert state(model) == before
-
-
-def test_sharding_is_seen(monkeypatch):
-    model = nn.Linear(2, 2)
-    assert prepare._sharding(model) is None
-    model.weight.device_mesh = SimpleNamespace()
-    assert prepare._sharding(model) == "weights are sharded over ranks"
 
 
 def test_lora_is_joined_where_there_is_something_to_join(cuda, monkeypatch):
@@ -256,61 +230,6 @@ def test_layers_with_a_forward_of_other_code_stay(cuda):
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
         assert "not used; other code has replaced the layers' forward" in str(prepared)
         assert len(str(prepared).splitlines()) == 5 and len(cuda) == 1
-    assert state(model) == before
-
-
-def test_graphs_that_fail_are_a_line(cuda, monkeypatch):
-    def fails(model: nn.Module, *, compiled: bool) -> Any:
-        raise RuntimeError("CUDA driver is too old.\nand more")
-
-    monkeypatch.setattr(speed_graphs, "LayerGraphs", fails)
-    with moe_qlora.prepare_training(adapted(), **SIZES) as prepared:
-        assert "CUDA graphs: not used; RuntimeError: CUDA driver is too old." in str(prepared)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_liger_leaves_nothing_behind(model_type):
-    pytest.importorskip("liger_kernel")
-    model = tiny_model(model_type)
-    moe_qlora.quantize_experts(model, BNB)
-    modeling = importlib.import_module(type(model).__module__)
-
-    def everything() -> Any:
-        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(modeling))
-
-    before = everything()
-    torch.manual_seed(0)
-    with apply_liger(model, in_layers=True):
-        assert is_ligers(model.forward)
-        norms = [m for n, m in model.named_modules() if n.endswith(("layernorm", "model.norm"))]
-        assert len(norms) > 4 and all(is_ligers(norm.forward) for norm in norms)
-        classes = {n: v for n, v in before[1].items() if isinstance(v, type)}
-        assert classes == {n: v for n, v in vars(modeling).items() if isinstance(v, type)}
-        changed = [n for n, v in vars(modeling).items() if v is not before[1].get(n)]
-        assert changed == [] if model_type == "deepseek_v3" else ["apply_rotary_pos_emb"]
-    assert everything() == before
-
-
-def test_liger_on_types_that_it_does_not_have():
-    pytest.importorskip("liger_kernel")
-    with pytest.raises(ConfigError, match="Liger has no kernels for glm4_moe"):
-        apply_liger(tiny_model("glm4_moe"), in_layers=True)
-
-
-def test_liger_that_fails_half_way(monkeypatch):
-    monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
-    model = adapted()
-    before = state(model)
-
-    def fails(model: Any, **_: Any) -> None:
-        model.forward = model.model.forward
-        modeling_of(taken).apply_rotary_pos_emb = None
-        raise ImportError("cannot import name 'Gone'")
-
-    taken = model
-    monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "qwen3_moe", fails)
-    with pytest.raises(ConfigError, match="Liger fails on qwen3_moe"):
-        apply_liger(model.get_base_model(), in_layers=True)
     assert state(model) == before
 
 
@@ -383,67 +302,12 @@ def test_hosts_prepare_unless_told_not_to(asked, memory, cuda, monkeypatch, capl
     assert ("not used: 7 bytes" in caplog.text) == (asked is None)
 
 
-@pytest.mark.parametrize(
-    ("step", "sizes"),
-    [
-        ({}, {"batch_size": 1, "seq_len": 64}),
-        ({"batch_size": 3}, {"batch_size": 3, "seq_len": 64}),
-        ({"objective": "rm"}, {"batch_size": 2, "seq_len": 64}),
-    ],
-)
-def test_hosts_say_how_rows_come(step, sizes, events):
+@pytest.mark.parametrize(("objective", "size"), [("sft", 3), ("rm", 6), ("dpo", 6), ("kto", 3)])
+def test_pairs_are_two_sequences(objective, size, events):
     host = ExpertsHost({"prepare_training": "1GiB"})
-    prepared = host.before_training(adapted(), **{"batch_size": 1, "seq_len": 64, **step})
-    assert events == [f"fit of {in_order(sizes)} with stock loss"]
-    prepared.remove()
-
-
-def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `fit_memory` as `prepare_training` hands them on."""
-    given = {"memory": "1GiB"} | sizes
-    return {n: given[n] for n in ("batch_size", "seq_len", "memory") if n in given}
-
-
-@pytest.mark.parametrize(
-    ("more", "sizes"),
-    [
-        ({}, {"batch_size": 3, "seq_len": 64}),
-        ({"rl": "dpo"}, {"batch_size": 6, "seq_len": 64}),
-        ({"rl": "kto"}, {"batch_size": 3, "seq_len": 64}),
-        ({"sample_packing": True}, {"batch_size": 3, "seq_len": 64}),
-        ({"torch_compile": True}, None),
-        ({"context_parallel_size": 2}, None),
-    ],
-)
-def test_axolotls_plugin_prepares_the_trainers_model(more, sizes, events, monkeypatch):
-    """The hook alone, on stand-ins of the two names that its file takes from axolotl."""
-    base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
-    base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
-    for module in (base, log):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("axolotl", "axolotl.integrations", "axolotl.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.delitem(sys.modules, "moe_qlora.integrations.axolotl", raising=False)
-    ours = importlib.import_module("moe_qlora.integrations.axolotl")
-    monkeypatch.delitem(sys.modules, ours.__name__)
-    model, plugin = adapted(), ours.MoeQloraPlugin()
-    plugin.host = ExpertsHost({"prepare_training": "1GiB"})
-    cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, **more}
-    plugin.post_trainer_create(cfg, SimpleNamespace(model=model))
-    if sizes is None:
-        assert not events
-        return
-    said = repr(in_order(sizes))
-    if "rl" in more:
-        said = f"{said[:-1]}, 'loss': functools.partial(<function _of_probabilities"
-    assert len(events) == 1 and events[0].startswith(f"fit of {said}")
-    plugin.post_train_unload(cfg)
-    assert events[1:] == ["fit removed"]
-
-
-@contextmanager
-def nothing(model: Any) -> Any:
-    yield
+    host.before_training(adapted(), batch_size=3, seq_len=64, objective=objective).remove()
+    said = f"fit of {{'batch_size': {size}, 'seq_len': 64, 'memory': '1GiB'"
+    assert events[0].startswith(said) and ("'loss': " in events[0]) == (objective in ("dpo", "kto"))
 
 
 @requires_gpu()
@@ -464,7 +328,7 @@ def test_trains_alike_on_a_gpu(length: int):
                 found.append(loss.item())
         return found
 
-    plain = losses(nothing)
+    plain = losses(nullcontext)
     sizes = {"batch_size": 2, "seq_len": length}
     fast = losses(lambda model: moe_qlora.prepare_training(model, **sizes))
     torch.testing.assert_close(fast, plain, rtol=0.02, atol=0.02)

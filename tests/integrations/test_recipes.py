@@ -13,7 +13,6 @@ import re
 import runpy
 import shutil
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
@@ -243,51 +242,8 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def test_whole_chats_share_rows(folder, tmp_path, monkeypatch, trainers):
-    with pytest.raises(Stop):
-        run("chat", folder, tmp_path, monkeypatch, "--pack", "--seq", "256")
-    rows = trainers[0].train_dataset
-    assert len(rows) < 18 == sum(len(row["seq_lengths"]) for row in rows)
-    assert max(len(row["input_ids"]) for row in rows) <= 256
-
-
-def test_a_word_names_the_log_of_chats(folder, tmp_path, monkeypatch, trainers, capsys):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else there(name, *a)
-    )
-    with pytest.raises(SystemExit):
-        run("chat", folder, tmp_path, monkeypatch, "--log", "wandb")
-    assert "--log wandb needs a package: pip install wandb" in capsys.readouterr().err
-    log = types.ModuleType("trackio")
-    log.__spec__ = importlib.machinery.ModuleSpec("trackio", None)
-    monkeypatch.setitem(sys.modules, "trackio", log)
-    with pytest.raises(Stop):
-        run("chat", folder, tmp_path, monkeypatch, "--log", "trackio")
-    callbacks = trainers[0].callback_handler.callback_list.splitlines()
-    assert "TrackioCallback" in callbacks
-
-
-@pytest.mark.parametrize(
-    "line", ['{"text": "one"}', '{"messages": [{"role": "user", "content": "a"}]}']
-)
-def test_data_of_another_kind_is_named(line, folder, tmp_path, monkeypatch, capsys):
-    (tmp_path / "chats.jsonl").write_text(line)
-    model = model_of("qwen3_moe", folder)
-    with pytest.raises(SystemExit):
-        run("chat", tmp_path, tmp_path / "out", monkeypatch, model=model)
-    assert "chats.jsonl, line 1 has no" in capsys.readouterr().err
-
-
 def notebook():
     return nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
-
-
-def test_the_notebook_is_stored_without_outputs():
-    cells = [cell for cell in notebook().cells if cell.cell_type == "code"]
-    assert len(cells) > 10
-    for cell in cells:
-        assert not cell.outputs and cell.execution_count is None
 
 
 def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):

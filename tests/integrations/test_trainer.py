@@ -253,19 +253,3 @@ def test_checkpoints_hold_the_adapter_alone(model_folder, tmp_path):
         torch.testing.assert_close(stock(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
         with stock.disable_adapter():
             assert not torch.allclose(stock(input_ids=ids).logits, expected, atol=1e-2)
-
-
-def test_model_init(model_folder, tmp_path):
-    """Trainer builds the model itself, as it does in a search over hyperparameters."""
-    run = trainer(None, tmp_path, model_init=lambda: adapted_model(model_folder))
-    run.train()
-    assert len(list(parametrize.iter_packed(run.model))) == 4
-    assert losses(run)[-1] < losses(run)[0] - 0.5
-
-
-def test_adapters_that_stock_peft_makes_by_itself(model_folder, tmp_path):
-    model = packed_model(model_folder)
-    config = LoraConfig(r=4, target_parameters=moe_qlora.target_parameters(model))
-    run = trainer(peft.get_peft_model(model, config), tmp_path)
-    run.train()
-    assert losses(run)[-1] < losses(run)[0] - 0.3

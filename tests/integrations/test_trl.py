@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 
 import datasets
 import peft
@@ -71,6 +70,8 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
         model = load(folder)
         if way == "packed":
             more["peft_config"] = moe_qlora.adapt_lora_config(model, lora, experts=True)
+        elif way == "plain":
+            more["peft_config"] = lora
         elif way == "peft":
             model = moe_qlora.get_peft_model(model, lora, experts=True)
         elif way == "stock peft":
@@ -81,6 +82,7 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
     maker, config = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     }[kind]
     with moe_qlora.enabled():
@@ -165,10 +167,6 @@ def test_training(kind, way, model_folder, tmp_path, caplog):
     if kind != "grpo":
         assert measured[-1] < measured[0] - 0.1
     assert_reference_is_base(trained, fresh)
-    if kind == "dpo":
-        assert_reference_log_probabilities_are_those_of_the_base(trained, fresh)
-    if kind == "sft":
-        assert_stock_peft_reads_what_is_saved(trained, model_folder, tmp_path / "adapter")
 
 
 def assert_reference_is_base(trained, fresh):
@@ -183,54 +181,6 @@ def assert_reference_is_base(trained, fresh):
         with model.disable_adapter():
             assert torch.equal(model(input_ids=ids).logits, expected)
     assert (policy - expected).abs().max() > 1e-2
-
-
-def assert_reference_log_probabilities_are_those_of_the_base(trained, fresh):
-    """What DPO compares its policy with, bit for bit and after training, is the bare model's."""
-    model, fresh = trained.model.eval(), fresh.eval()
-    batch = next(iter(trained.get_train_dataloader()))
-    given = {key: value for key, value in batch.items() if key != "completion_mask"}
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    found = torch.cat(trained.compute_ref_log_probs(model, batch))
-    with torch.no_grad(), trained.accelerator.autocast():
-        logits = fresh(**given, use_cache=False).logits.float()
-        if hasattr(utils, "add_fused_lm_head"):  # not in TRL 1.14
-            utils.add_fused_lm_head(fresh)
-            output = fresh(**given, use_cache=False, labels=labels, fused_lm_head=True)
-            assert torch.equal(found, output.log_probs.float().sum(dim=1))
-
-    # the same by hand
-    each = logits[:, :-1].log_softmax(-1).gather(-1, given["input_ids"][:, 1:, None])[..., 0]
-    torch.testing.assert_close(found, (each * (labels[:, 1:] != -100)).sum(1), rtol=1e-2, atol=0.1)
-
-
-def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
-    """`save_model` leaves a folder that stock PEFT puts on the 16-bit model, with its effect."""
-    trained.save_model(folder)
-    names = {file.name for file in folder.iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
-    stored = json.loads((folder / "adapter_config.json").read_text())
-    assert stored["base_model_name_or_path"] == str(model_folder)
-    assert stored["exclude_modules"] is None
-
-    decoded = load(model_folder)
-    decoded.dequantize()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.simplefilter("ignore", FutureWarning)
-        stock = peft.PeftModel.from_pretrained(decoded, folder)
-    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
-    with torch.no_grad():
-        model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
-        for name, value in model.named_parameters():
-            if "lora_" in name:  # TRL casts adapters to bfloat16, PEFT to float32 as it loads them
-                value.data = value.data.float()
-        torch.testing.assert_close(
-            stock.eval()(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
-        )
-        with stock.disable_adapter():
-            without = stock(input_ids=ids).logits
-        assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Of compilers on GPUs, which raise them
@@ -268,31 +218,6 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
             ours[name] = theirs[name]
         assert ours == pytest.approx(theirs, **near)
     assert len(losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
-
-
-@pytest.mark.parametrize(("kind", "way"), [("dpo", "stock peft"), GRPO])
-def test_reference_is_the_adapter_that_training_began_with(kind, way, model_folder, tmp_path):
-    """A PeftModel that has been trained before is copied to a second, frozen adapter."""
-    trained = trainer(kind, way, model_folder, tmp_path)
-    with torch.no_grad():
-        for name, value in trained.model.named_parameters():
-            if "lora_B" in name:
-                value.normal_(std=0.1)
-    model = trained.model
-    model.delete_adapter("ref")
-    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
-    with torch.no_grad(), trained.accelerator.autocast():
-        began = model.eval()(input_ids=ids).logits.float()
-
-    again = trainer(kind, model, model_folder, tmp_path, max_steps=3)
-    before = adapter(again.model, "ref")
-    again.train()
-    assert before and all("lora_" in name for name in before)
-    assert_same({"ref": list(before.values())}, {"ref": list(adapter(again.model, "ref").values())})
-    with torch.no_grad(), again.accelerator.autocast():
-        with utils.use_adapter(again.model.eval(), "ref"):
-            assert torch.equal(again.model(input_ids=ids).logits.float(), began)
-        assert not torch.equal(again.model(input_ids=ids).logits.float(), began)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("dpo", "peft")])
@@ -338,52 +263,20 @@ def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, t
 
 def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
-    config = LoraConfig(
-        r=4, target_modules="all-linear", target_parameters=EXPERTS, task_type="SEQ_CLS"
-    )
-    with moe_qlora.enabled():
-        trained = trl.RewardTrainer(
-            model=str(model_folder),
-            quantization_config=BNB,
-            peft_config=config,
-            args=trl.RewardConfig(
-                output_dir=str(tmp_path),
-                max_steps=2,
-                per_device_train_batch_size=2,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
-            train_dataset=rows("dpo"),
-        )
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
+    trained = trainer("reward", "folder", model_folder, tmp_path, lora=lora, max_steps=2)
     before = adapter(trained.model)
     assert len([name for name in before if ".experts." in name]) == 8
     trained.train()
-    assert not any(
-        torch.equal(value, before[name]) for name, value in adapter(trained.model).items()
-    )
+    assert not any(torch.equal(x, before[name]) for name, x in adapter(trained.model).items())
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):
     """TRL hands it to stock PEFT, which on a packed model gets it adapted."""
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=parameters)
-    out = tmp_path / "adapter"
-    packed = trl.SFTTrainer(
-        model=load(model_folder),
-        args=trl.SFTConfig(
-            output_dir=str(out),
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            learning_rate=5e-3,
-        ),
-        train_dataset=rows("sft"),
-        peft_config=lora,
-    )
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
+    packed = trainer("sft", "plain", model_folder, tmp_path, lora=lora, max_steps=2)
     packed.train()
-    packed.save_model()
+    packed.save_model(str(out := tmp_path / "adapter"))
     tensors = load_file(out / "adapter_model.safetensors")
     assert sum(".experts." in key for key in tensors) == 2 * 2 * 2
     assert all(bool(value.any()) for key, value in tensors.items() if "lora_B" in key)

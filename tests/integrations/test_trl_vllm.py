@@ -5,10 +5,7 @@ A server of this process stands for vLLM's.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -27,7 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations.trl import AdapterClient, adapters_to_vllm
+from moe_qlora.integrations.trl import adapters_to_vllm
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
@@ -150,27 +147,6 @@ def test_a_server_that_drops_the_adapter_is_seen_in_the_log(server, make, model_
     assert min(later) > 1e-3
 
 
-def test_without_an_engine_generate_samples_what_is_trained(make):
-    trainer = make(None, use_vllm=False, max_steps=3)
-    trainer.train()
-    model = trainer.model.eval()
-    prompts = torch.arange(2, 26).reshape(4, 6)
-    sampled = model.generate(
-        input_ids=prompts,
-        do_sample=True,
-        max_new_tokens=8,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    with torch.no_grad():
-        trained = model(sampled.sequences).logits[:, 5:-1].log_softmax(-1)
-        with model.disable_adapter():
-            base = model(sampled.sequences).logits[:, 5:-1].log_softmax(-1)
-    logprobs = torch.stack(sampled.logits, 1).log_softmax(-1)
-    assert (logprobs - trained).abs().max() < 1e-4 < 0.01 < (logprobs - base).abs().max()
-
-
 def test_trl_is_as_it_was_after_the_block(model_folder):
     modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
     with suppress(ZeroDivisionError), adapters_to_vllm(base=model_folder):
@@ -209,44 +185,6 @@ def test_what_a_server_refuses(path, status, text, sentence, server, make, model
         pytest.raises(ConfigError, match=sentence),
     ):
         make(url, max_steps=1).train()
-
-
-@pytest.mark.parametrize("answer", [None, b"what?\r\n\r\n"])
-def test_a_server_that_is_silent_or_speaks_no_http(answer):
-    """The wait for it ends, for the trainer is to stop with a sentence."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        said = []
-
-        def connect():
-            with pytest.raises(ConfigError) as caught:
-                AdapterClient(f"http://127.0.0.1:{listener.getsockname()[1]}", 0)
-            said.append(str(caught.value))
-
-        client = threading.Thread(target=connect, daemon=True)
-        client.start()
-        connection, _ = listener.accept()
-        with connection:
-            if answer:
-                connection.recv(1000)
-                connection.sendall(answer)
-                connection.shutdown(socket.SHUT_RDWR)
-            client.join(10)
-    assert not client.is_alive()
-    assert "after 0 s (vllm_server_timeout)" in said[0]
-
-
-def test_folders_are_named_so_that_the_server_finds_them(
-    server, make, model_folder, tmp_path, monkeypatch
-):
-    """A server with another working directory, and a home that `~` stands for."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(model_folder.parent)
-    for folder in ("~/shared", os.path.relpath(tmp_path / "shared")):
-        with running(server) as url:
-            with adapters_to_vllm(base=model_folder.name, folder=folder):
-                generation = make(url, max_steps=1).vllm_generation
-            assert generation._base == model_folder
-            assert generation._folder.parent == tmp_path / "shared"
 
 
 @pytest.mark.parametrize(
@@ -329,12 +267,6 @@ def test_an_engine_in_the_process(server, make, model_folder, engine_options):
     assert len(set(names)) == 3 and list(server.adapters) == [names[-1]]
     assert all(row[MAX] < 1e-4 for row in log_of(trainer))
     assert vllm_generation.LLM is sys.modules["vllm"].LLM
-
-
-def test_an_engine_is_started_for_the_rank_of_the_adapter(make, model_folder, engine_options):
-    with adapters_to_vllm(base=model_folder):
-        make(None, max_steps=1, vllm_mode="colocate")
-    assert engine_options[0]["max_lora_rank"] == 8  # vLLM's least, for r=4
 
 
 def test_a_rank_that_no_engine_takes_is_refused(make, model_folder, engine_options, monkeypatch):

@@ -12,7 +12,9 @@ from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_config
+from tests.helpers.lora_layer import Provider
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
+from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +68,7 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
         matrix = decoded[e].cuda().double()
         base = some[:, :inner] @ (matrix if back else matrix.t())
         right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
-    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
     portable, factors = quantized_mm.KERNEL, Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
     asked = Matmul(packed, x.dtype, len(x), not back, factors=factors, kernel=portable, tile=tile)
     assert portable.supports(asked._replace(rows=1))
@@ -76,8 +78,8 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     for config in cuts:
         matmul = asked._replace(cut=config)
         for span in ((0, outer), (64, min(128, outer))):
-            absmax = portable.prepare(matmul, tiled, span, "first")
-            found = portable.launch(x, matmul, absmax, tiled, span)
+            absmax = portable.prepare(matmul, sorted_rows, span, "first")
+            found = portable.launch(x, matmul, absmax, sorted_rows, span)
             expected = right[:, slice(*span)]
             assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
 
@@ -110,34 +112,14 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
             for e in range(count)
         ]
     )
-    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
     matmul = Matmul(packed, dtype, len(x), not back, kernel=kernel, tile=tile)
     assert kernel.supports(matmul)
-    found = [table.multiply(x, matmul, tiled) for _ in range(3)]
+    found = [table.multiply(x, matmul, sorted_rows) for _ in range(3)]
     assert table.works(kernel, packed.spec)  # it has compiled
     limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     assert (found[0].double() - right).norm() < limit * right.norm()
     assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-class Provider:
-    """LoRA of ranks 5 and 16."""
-
-    def __init__(self, count: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
-        def term(rank, out, into):
-            a = torch.randn(count * rank, into, device="cuda") * into**-0.5
-            b = torch.randn(out, rank * count, device="cuda") * 0.1
-            leaves = [t.to(dtype).requires_grad_() for t in (a, b)]
-            return operands.LoraFactors(*leaves, 0.5)
-
-        first, second = term(5, 2 * inner, hidden), term(16, hidden, inner)
-        self.all = {NAMES[0]: (first,), NAMES[1]: (second,)}
-
-    def active_lora(self, name):
-        return self.all[name]
-
-    def leaves(self):
-        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
 
 
 def layer(hidden: int, inner: int, count: int, dtype: torch.dtype):
@@ -191,7 +173,9 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     from moe_qlora.kernels import grouped_mm, quantized_mm, quantized_mm_hopper, table, workspace
 
     module, wide = layer(hidden, inner, count, dtype)
-    provider = Provider(count, hidden, inner, dtype)
+    with torch.device("cuda"):
+        sizes = {NAMES[0]: (2 * inner, hidden), NAMES[1]: (hidden, inner)}
+        provider = Provider(sizes, count, dtype)
     operands.set_lora_source(module, provider)
     x = (torch.randn(tokens, hidden, device="cuda") * 0.3).to(dtype).requires_grad_()
     index = torch.rand(tokens, count, device="cuda").topk(2, -1).indices

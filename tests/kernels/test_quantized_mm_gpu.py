@@ -7,6 +7,7 @@ import torch
 
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
+from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 
@@ -42,20 +43,18 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products=None):
     """A product by this kernel, whatever the table says, in tiles of so many rows."""
     from moe_qlora.kernels.factors import Factors
-    from moe_qlora.kernels.routing import tabulate
     from moe_qlora.kernels.table import Matmul
 
-    tiled = tabulate(
-        routing.expert_offsets, packed.experts, routing.count, tile, routing.order, routing.top_k
-    )
+    offsets = routing.expert_offsets[: packed.experts + 1]
+    rows = tiled(offsets, routing.count, tile, routing.order, routing.top_k)
     factors = None
     if factor is not None:
         factors = Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
     matmul = Matmul(
         packed, x.dtype, routing.count, not back, factors=factors, kernel=kernel, tile=tile, cut=cut
     )
-    operand = kernel.prepare(matmul, tiled, span, "first")
-    return kernel.launch(x, matmul, operand, tiled, span, products)
+    operand = kernel.prepare(matmul, rows, span, "first")
+    return kernel.launch(x, matmul, operand, rows, span, products)
 
 
 def takes(kernel, packed, dtype, back, rows=1000):

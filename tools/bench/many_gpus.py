@@ -194,7 +194,8 @@ def _whole(
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     from moe_qlora.checkpoint.rows import packing_spec
     from moe_qlora.checkpoint.training_codec import from_config
-    from moe_qlora.distributed.load_sharded import ShardedFill, compute_buffers, shard_and_fill
+    from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill
+    from moe_qlora.hf.fill import Fill
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = meta_model(config)
@@ -209,7 +210,8 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     experts, rows = [param.name for param in spec.layout.experts], _RandomRows([])
     rows.disk = {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items()}
     lora = whole_model.lora_config(model, experts, options.lora, options.rank)
-    fill = ShardedFill(model, spec, rows, dict.fromkeys(rows.disk, model.dtype), bnb_config)
+    dtypes = dict.fromkeys(rows.disk, model.dtype)
+    fill = Fill(model, spec, rows, dtypes, bnb_config, shards=True)
     fill.pack(DiskLayout(model, rows.disk, []))
     more = {"reshard_after_forward": True}, {"autocast_adapter_dtype": False}
     return (shard_and_fill(fill, mesh, lora, None, *more),) * 2

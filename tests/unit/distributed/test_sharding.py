@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
-from moe_qlora import world
-from moe_qlora.distributed import sharding
+from moe_qlora.distributed import ranks, sharding
 from moe_qlora.distributed.load_sharded import RankLoad
 from moe_qlora.distributed.sharding import ShardableLinear4bit, ShardableLinear8bit
 from moe_qlora.errors import ConfigError, QuantizationError
@@ -237,12 +236,12 @@ def test_codes_are_gathered_as_they_are(mesh: DeviceMesh, request: pytest.Fixtur
 def test_ranks_do_not_all_load_to_the_first_device(
     monkeypatch, distributed_run, current, local_rank, devices, own
 ):
-    monkeypatch.setattr(world, "runs_distributed", lambda: distributed_run)
+    monkeypatch.setattr(ranks, "runs_distributed", lambda: distributed_run)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: local_rank)
-    assert world.world().device() == own
+    assert ranks.own_device() == own
 
 
 @pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])

@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_qlora.detection import detect
 from moe_qlora.errors import ConfigError
 from moe_qlora.experts import forward
-from moe_qlora.packing import codec, decoders, parametrize, settings
+from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 
@@ -69,15 +69,6 @@ def test_a_saved_configuration_does_not_name_the_forward(tmp_path: Path) -> None
     assert loaded.config._experts_implementation == "grouped_mm"
 
 
-def test_a_plain_model_made_from_a_packed_models_configuration_runs() -> None:
-    model = packed_model()
-    plain = AutoModelForCausalLM.from_config(copy.deepcopy(model.config)).eval()
-    plain.load_state_dict(tiny_model("qwen3_moe").state_dict())
-    found = logits(plain)
-    plain.set_experts_implementation("eager")
-    torch.testing.assert_close(found, logits(plain))
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "gemma4"])
 def test_the_choice_is_made_where_the_experts_module_reads_it(model_type: str) -> None:
     model = packed_model(model_type)
@@ -114,15 +105,6 @@ def test_switching_by_transformers_own_call_and_back() -> None:
     assert model.config._experts_implementation == "grouped_mm"
 
 
-def test_activation_twice_restores_what_was_there_at_first() -> None:
-    model = packed_model()
-    forward.activate(model, list(experts_of(model)))
-    forward.deactivate(model)
-    assert model.config._experts_implementation == "grouped_mm"
-    forward.deactivate(model)
-    assert model.config._experts_implementation == "grouped_mm"
-
-
 def test_a_copy_is_switched_by_itself() -> None:
     model = packed_model()
     ours = logits(model)
@@ -132,19 +114,6 @@ def test_a_copy_is_switched_by_itself() -> None:
     assert twin.config._experts_implementation == "grouped_mm"
     assert model.config._experts_implementation == forward.IMPLEMENTATION
     assert torch.equal(logits(model), ours)
-
-
-def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = packed_model()
-
-    def refuse(*_: Any) -> Tensor:
-        raise AssertionError("decoded a whole stack")
-
-    monkeypatch.setattr(decoders.Decoder, "forward", refuse)
-    given = tiny_inputs(model)["input_ids"]
-    made = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert made.shape == (2, given.shape[1] + 3)
-    assert model.config._experts_implementation == forward.IMPLEMENTATION
 
 
 @pytest.mark.parametrize("model_type", registry_families())

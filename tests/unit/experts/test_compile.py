@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +23,6 @@ from tests.helpers.mxfp4 import write_gpt_oss
 from tests.helpers.training import SETTINGS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-ADAPTER = "adapter_model.safetensors"
 
 
 class Graphs:
@@ -183,21 +181,3 @@ def test_each_way_to_call_is_compiled_once(tmp_path: Path) -> None:
     # Without gradients, one graph for the embeddings, which need one by the hook, one for the rest.
     assert first == [1, 1, 1, 2, 2]
     assert again == [0] * len(ways)
-
-
-@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit linear")
-def test_a_compiled_model_saves_and_merges_as_a_plain_one(tmp_path: Path) -> None:
-    model = packed(tmp_path / "base", "qwen3_moe", "nf4")
-    model.save_pretrained(tmp_path / "plain")
-    graphs = Graphs()
-    model.compile(backend=graphs, fullgraph=True)
-    loss = step(model, 12)["loss"]
-    assert graphs.count == 1
-    model.save_pretrained(tmp_path / "compiled")
-    saved, plain = (load_file(tmp_path / way / ADAPTER) for way in ("compiled", "plain"))
-    assert saved.keys() == plain.keys()
-    assert all(torch.equal(saved[name], value) for name, value in plain.items())
-    merged = model.merge_and_unload()
-    assert not list(parametrize.iter_packed(merged))
-    again = merged(input_ids=ids(12), labels=ids(12)).loss
-    torch.testing.assert_close(again, loss, rtol=2e-3, atol=0)

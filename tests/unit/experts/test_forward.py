@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import bitsandbytes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,13 +158,14 @@ def routing(dtype=torch.float32, seed=3, tokens=T, empty=()):
 
 def slow(module, style: Style, provider, x, index, weights):
     """Decoded W + s B A for each expert, token by token."""
-    decoded = {n: getattr(module, n).detach() for n in names(style)}
+    decoded = {n: getattr(module, n).detach().to(x.dtype) for n in names(style)}
     full = {}
     for name, weight in decoded.items():
         applied = weight.transpose(1, 2) if style.transposed else weight  # (E, out, in)
         for term in provider.active_lora(name) if provider else ():
             r = term.a.shape[0] // E
-            a, b = term.a.reshape(E, r, -1), term.b.reshape(term.b.shape[0], r, E)
+            a = term.a.to(x.dtype).reshape(E, r, -1)
+            b = term.b.to(x.dtype).reshape(term.b.shape[0], r, E)
             delta = torch.stack([b[:, :, e] @ a[e] for e in range(E)]) * term.scaling
             applied = applied + delta
         full[name] = applied
@@ -467,6 +469,100 @@ def test_the_provider_is_copied_with_the_module():
     assert operands.lora_source(twin) is not provider
     x, index, weights = routing()
     assert torch.equal(twin(x, index, weights), module(x, index, weights))
-    operands.clear_lora_source(twin)
+    operands.set_lora_source(twin, None)
     assert not torch.equal(twin(x, index, weights), module(x, index, weights))
     assert operands.lora_source(twin) is None
+
+
+# Where exactness is easily lost: dtypes, frozen factors, one module twice.
+
+
+def adapted(style, dtype=torch.float32, compute=None, lora=torch.float32):
+    """A packed module with one adapter on each projection."""
+    module = pack(make(style, dtype), style, compute=compute)
+    provider = Provider(style, ranks=((3,), (3,)), dtype=lora)
+    operands.set_lora_source(module, provider)
+    return module, provider
+
+
+def test_gradcheck_in_fp64():
+    module, provider = adapted(STYLES["non-gated"], lora=torch.float64)
+    x, index, weights = routing(torch.float64, tokens=4)
+    leaves = (x, weights, *provider.leaves())
+    assert torch.autograd.gradcheck(lambda *_: module(x, index, weights), leaves, fast_mode=True)
+
+
+def test_a_factor_that_is_frozen_gets_no_gradient():
+    module, provider = adapted(STYLES["non-gated"])
+    frozen, trained, *_ = provider.leaves()
+    frozen.requires_grad_(False)
+    x, index, weights = routing()
+    module(x.detach(), index, weights.detach()).sum().backward()
+    assert frozen.grad is None
+    assert trained.grad is not None
+
+
+def test_fp32_adapters_over_a_bf16_layer_stay_fp32():
+    style = STYLES["non-gated"]
+    module, provider = adapted(style, torch.bfloat16)
+    x, index, weights = routing(torch.bfloat16, tokens=33)
+    out = module(x, index, weights)
+    assert out.dtype == torch.bfloat16
+    close(out, slow(module, style, provider, x.double(), index, weights.double()), 0.02)
+    for leaf, grad in zip(
+        provider.leaves(), torch.autograd.grad(out.sum(), provider.leaves()), strict=True
+    ):
+        assert grad.dtype == leaf.dtype == torch.float32
+
+
+def test_adapters_read_inputs_that_are_not_rounded_to_the_compute_dtype():
+    """A's rows sum to zero: of inputs near 1, which bf16 rounds to 1, nothing would be left."""
+    style = STYLES["non-gated"]
+    module, provider = adapted(style, compute=torch.bfloat16)
+    factors = provider.leaves()
+    factors[0].data -= factors[0].data.mean(1, keepdim=True)
+    x, index, weights = routing(tokens=33)
+    x = (1 + x.detach() / 2**12).requires_grad_()
+    exact = slow(module, style, provider, x.double(), index, weights.double())
+    mine = torch.autograd.grad(module(x, index, weights).sum(), factors)
+    for ours, theirs in zip(mine, torch.autograd.grad(exact.sum(), factors), strict=True):
+        close(ours, theirs, 0.02)
+
+
+def test_one_module_twice_in_a_model():
+    style = STYLES["concatenated"]
+    module, provider = adapted(style)
+    x, index, weights = routing()
+    mine = module(module(x, index, weights), index, weights)
+    inner = slow(module, style, provider, x, index, weights)
+    theirs = slow(module, style, provider, inner, index, weights)
+    close(mine, theirs)
+    for ours, other in zip(
+        gradients(mine, provider.leaves()), gradients(theirs, provider.leaves()), strict=True
+    ):
+        close(ours, other)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_computes_in_the_dtype_that_linear4bit_computes_in(compute, autocast, monkeypatch):
+    """One expert equals two Linear4bit of the same weights; another dtype is 4e-3 off."""
+    for name, size in {"E": 1, "H": 64, "I": 64, "K": 1}.items():
+        monkeypatch.setitem(globals(), name, size)
+    style, layers = STYLES["non-gated"], []
+    module = make(style)
+    module.act_fn = F.silu
+    for name in names(style):
+        packed = codec.pack(getattr(module, name).data, CodecSettings("nf4", compute_dtype=compute))
+        parametrize.attach(module, name, packed)
+        layer = bitsandbytes.nn.Linear4bit(64, 64, False, compute, False, "nf4")
+        weight = codec.unpack(packed)[0]
+        layer.weight = bitsandbytes.nn.Params4bit(weight, False, None, 64, False, "nf4")
+        layers.append(layer.to("cpu"))
+    module = pack(module, style, ())
+    x = torch.randn(40, 64).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        mine = module(x, torch.zeros(40, 1, dtype=torch.long), torch.ones(40, 1))
+        theirs = layers[1](F.silu(layers[0](x)))
+    assert mine.dtype == theirs.dtype == torch.float32
+    close(mine, theirs, 5e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 import weakref
 from dataclasses import replace
@@ -13,10 +14,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, fused
+from moe_qlora.experts import backend, forward, fused
+from moe_qlora.experts.operands import record_of
 from moe_qlora.kernels import cards
 from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.packing import parametrize
+from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
 triton = pytest.importorskip("triton")
@@ -39,15 +42,21 @@ def case(monkeypatch):
     return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
 
 
+def refuse_kernels(module, monkeypatch):
+    """As where the kernels do not run, which is decided anew."""
+    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
+    record_of(module).backends.clear()
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatch):
     module, provider, parts = case
     ran = []
     real = fused.make_layer
 
-    def recorded(packed, *constants):
-        ran.append([list(constants[0]), *constants[1:]])
-        return real(packed, *constants)
+    def recorded(inputs):
+        ran.append((tuple(inputs.gate), inputs.transposed, inputs.x.dtype))
+        return real(inputs)
 
     monkeypatch.setattr(fused, "make_layer", recorded)
     eager = layer_gradients(module, provider, parts)
@@ -57,7 +66,7 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
         assert torch.equal(mine, other)
     assert len(ran) == 3  # in either operator
     assert ran[1:] == ran[:1] * 2
-    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
+    refuse_kernels(module, monkeypatch)
     for mine, other in zip(eager, layer_gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
@@ -188,6 +197,34 @@ def test_compiled_for_any_number_of_tokens(case):
             assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])
+def test_few_frames_lie_between_the_forward_and_a_launch(case, way, monkeypatch):
+    """Of this package, both ends included; torch's own, as of autograd, are not counted."""
+    from moe_qlora.kernels import table, workspace
+
+    module, _, parts = case
+    if way != "on codes":
+        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
+    found = []
+
+    def noted(*args, **options):
+        frame, names = sys._getframe(1), ["experts_forward"]
+        while frame.f_code is not forward.experts_forward.__code__:
+            if "moe_qlora" in frame.f_globals["__name__"]:
+                names.insert(1, frame.f_code.co_name)
+            frame = frame.f_back
+        found.append(names)
+
+    replace_launches(monkeypatch, noted)
+    workspace.set_workspace_cap(1 if way == "in slices" else None)
+    try:
+        module(*parts)
+    finally:
+        workspace.set_workspace_cap(None)
+    assert len(found) > 6
+    assert max(map(len, found)) <= 5, max(found, key=len)
+
+
 def two_adapters(provider):
     for name, terms in provider.all.items():
         provider.all[name] = (*terms, *terms)
@@ -244,7 +281,7 @@ def test_tensors_of_several_devices_are_refused(case, monkeypatch):
 def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     module, provider, parts = case
     right = layer_gradients(module, provider, parts)
-    real = parametrize.read_packed
+    real = backend.read_operand
     off = []
 
     def shifted(module, name):
@@ -252,12 +289,27 @@ def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
         wide = torch.cat([packed.absmax[:1], packed.absmax])
         return replace(packed, absmax=wide[1:])
 
-    monkeypatch.setattr(parametrize, "read_packed", shifted)
+    monkeypatch.setattr(backend, "read_operand", shifted)
     layer = fused.make_layer
     monkeypatch.setattr(fused, "make_layer", lambda *a: off.append(layer(*a)) or off[-1])
     mine = layer_gradients(module, provider, parts)
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
+
+
+def test_weights_in_other_memory_by_backward_are_fetched_again(case, monkeypatch):
+    module, provider, parts = case
+    right = layer_gradients(module, provider, parts)
+    real, fetched = backend.read_operand, []
+
+    def hosted(module, name):
+        packed = real(module, name)
+        return replace(packed, refetch=lambda: fetched.append(name) or packed)
+
+    monkeypatch.setattr(backend, "read_operand", hosted)
+    mine = layer_gradients(module, provider, parts)
+    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+    assert fetched == ["gate_up_proj", "down_proj"]
 
 
 def test_factors_that_change_before_backward_are_an_error(case):
@@ -310,10 +362,13 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
     module, _, (x, *_) = case
     assert choice(module, x[:0]).reason == "there are no tokens"
     monkeypatch.setattr(module, "has_post_expert_norm", True, raising=False)
+    record_of(module).backends.clear()
     assert "a norm stands between" in choice(module, x).reason
     monkeypatch.undo()
+    record_of(module).backends.clear()
     assert "need CUDA of compute capability 8.0 and Triton, not cpu" in choice(module, x).reason
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    record_of(module).backends.clear()
     parametrize.detach(module, "down_proj")
     assert choice(module, x).reason == "down_proj is not packed"
     parametrize.detach(module, "gate_up_proj")

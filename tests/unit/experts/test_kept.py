@@ -5,8 +5,6 @@ The 16-bit model beside them has the dequantized weights as plain parameters.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -109,24 +107,6 @@ def test_bf16_is_as_near_to_fp32_as_the_plain_model_in_stock_peft():
         assert error(grad, expected[name]) < 1.5 * error(stock_grads[name], expected[name])
 
 
-def test_counts_copies_and_state_dicts():
-    model, plain = kept_model(), plain_model()
-    again = copy.deepcopy(model)
-    state = model.state_dict()
-    key = "model.layers.1.mlp.experts.down_proj"
-    assert {key, f"{key}.exponents"} <= set(state)
-    for layer in again.model.layers:
-        for name in NAMES:
-            codes = parametrize.original_of(layer.mlp.experts, name)
-            codes.data.zero_()
-    with torch.no_grad():
-        expected = plain(input_ids=IDS).logits
-        close(model(input_ids=IDS).logits, expected, 1e-5)
-        assert (again(input_ids=IDS).logits - expected).norm() > 0.1 * expected.norm()
-        again.load_state_dict(state)
-        close(again(input_ids=IDS).logits, expected, 1e-5)
-
-
 @pytest.fixture
 def layer():
     """An fp16 experts module on MXFP4 codes with LoRA, and x, index, weights."""
@@ -158,6 +138,7 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
         close(mine, other, 4e-3)
     torch.compiler.reset()
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
+    operands.record_of(module).backends.clear()
     if not few:
         monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
     call = backend.read_call(module, parts[0])

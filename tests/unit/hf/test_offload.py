@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.hf.fill import Fill
@@ -18,7 +17,7 @@ from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import offload as host_memory
-from tests.helpers.delayed import Delayed, delayed
+from tests.helpers.delayed import delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
 from tests.helpers.folders import bits
 from tests.helpers.mxfp4 import write_gpt_oss
@@ -28,9 +27,9 @@ INT8 = {"load_in_8bit": True}
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
-    with delayed(monkeypatch) as made:
-        yield made
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with delayed(monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +50,11 @@ def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
         return loaded(folder, config, device_map={"": "cpu"}, dtype="auto")
 
 
-CASES: dict[str, Any] = {
-    "int8": ("plain", INT8, False),
-    "packed": ("packed", None, False),
-    "kept": ("maker", NF4, True),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_load_into_host_memory(case, folders, devices, monkeypatch):
-    folder, config, keeps = CASES[case]
+@pytest.mark.parametrize(
+    ("folder", "config", "keeps"),
+    [("plain", INT8, False), ("packed", None, False), ("maker", NF4, True)],
+)
+def test_a_load_into_host_memory(folder, config, keeps, folders, monkeypatch):
     expected = load(folders / folder, config, keep_codes=keeps)
     on_device: list[int] = []
     finish = Fill.finish
@@ -114,16 +108,8 @@ class Watch:
         monkeypatch.setattr(PackedWeight, "__init__", held)
 
 
-@pytest.mark.parametrize("way", ["plain", "quantize_experts"])
-def test_no_more_than_a_layer_is_held_twice(way, folders, monkeypatch):
-    model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+def test_no_more_than_a_layer_is_held_twice(folders, monkeypatch):
     watch = Watch(monkeypatch)
-    if way == "quantize_experts":
-        with moe_qlora.enabled(offload=True):
-            moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
-        assert "on host" in repr(model) and watch.count == 3
-    else:
-        model = load(folders / way, NF4, offload=True)
-    off = moe_qlora.offload_experts(model)
+    off = moe_qlora.offload_experts(load(folders / "plain", NF4, offload=True))
     assert watch.count == len(off.layers) == 3 and watch.moved == off.host_nbytes
     assert off.host_nbytes < watch.most <= off.host_nbytes * 4 / 3

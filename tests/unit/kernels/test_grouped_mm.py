@@ -11,6 +11,7 @@ triton = pytest.importorskip("triton")
 from moe_qlora.kernels import grouped_mm, quantized_mm  # noqa: E402
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
+from tests.helpers.tiles import tiled  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -49,8 +50,8 @@ def rows_of(count, inner, *, apart=0, dtype=torch.float32):
 def check(x, matrices, sizes, cut, tile, tolerance):
     """`sizes` are each expert's rows; those of x beyond their sum belong to none."""
     offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    tiles = routing_.tabulate(offsets, len(sizes), len(x), tile).tiles
-    y = grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
+    matmul, rows = SimpleNamespace(tile=tile, cut=cut), tiled(offsets, len(x), tile)
+    y = grouped_mm.KERNEL.launch(x, matmul, matrices, rows, (0, matrices.shape[2]))
     expected = in_a_loop(x, matrices, offsets)
     live = int(offsets[-1])
     assert y.shape == expected.shape and y.dtype == x.dtype
@@ -115,19 +116,6 @@ def test_rows_fetched_from_tokens(by_rows, cut, tokens, top_k, inner, rank, out)
     assert y.shape == (tokens * top_k, out)
     error = (y[:live].double() - expected).norm() / expected.norm()
     assert error < 1e-6, float(error)
-
-
-@pytest.mark.parametrize(("p", "q"), [(8, 40), (24, 8), (16, 72)])
-def test_outer_products_equal_a_loop_over_experts(p, q):
-    torch.manual_seed(p)
-    a, b = rows_of(90, p, apart=8), rows_of(90, q, apart=16)
-    offsets = torch.tensor([0, 1, 1, 70, 87], dtype=torch.int32)
-    out = grouped_mm.outer(a, b, offsets)
-    assert out.shape == (4, p, q)
-    for e in range(4):
-        rows = slice(int(offsets[e]), int(offsets[e + 1]))
-        expected = a[rows].double().t() @ b[rows].double()
-        assert (out[e].double() - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_cuts_are_made_for_every_tile_in_powers_of_two() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from fused_layer import CASES, check_layer
 from late_streams import assert_joined, run_late
 
-from moe_qlora.kernels import grouped_mm, moe_layer, quantized_mm, streams, table, workspace
+from moe_qlora.kernels import grouped_mm, quantized_mm, streams, table, workspace
 from moe_qlora.kernels.streams import SecondStream
 
 KERNELS = {"codes": quantized_mm.KERNEL, "dequantized": grouped_mm.KERNEL}
@@ -65,7 +65,7 @@ def test_a_branch_begins_after_the_first_stream_and_is_waited_for(
     monkeypatch.setattr(streams, "_stream", lambda device: second)
     stream = SecondStream(first.device, 4096)
     read = torch.zeros(3)
-    with stream.beside(read):
+    with stream.overlapped(read):
         notes.append("beside")
     assert stream._read == [read]
     stream.join()
@@ -74,14 +74,6 @@ def test_a_branch_begins_after_the_first_stream_and_is_waited_for(
     begins, ends = ("second", "waits for", "first"), ("first", "waits for", "second")
     assert notes == [begins, "beside", ends]
     for few in (SecondStream(first.device, 16), SecondStream(torch.device("cpu"), 4096)):
-        with few.beside(read):
+        with few.overlapped(read):
             few.join()
     assert len(notes) == 3
-
-
-def test_without_a_recording_there_is_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(streams, "_stream", lambda device: pytest.fail("a stream"))
-    stream = SecondStream(torch.device("cuda"), 4096)
-    with stream.beside():
-        assert moe_layer.SecondStream is SecondStream

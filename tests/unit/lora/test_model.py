@@ -16,14 +16,14 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from small_models import IDS, fill, lora_config
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import AdapterError
 from moe_qlora.experts import checks
 from moe_qlora.lora.model import connect_adapters, load_adapter
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.testing import tiny_model
 
 
 def build(model_type: str = "qwen3_moe") -> Any:
@@ -182,21 +182,6 @@ def test_adapters_come_and_go() -> None:
     assert close(logits(again), plain)
 
 
-def test_the_reference_adapter_of_preference_training() -> None:
-    """TRL adds "ref" through stock `add_adapter`, with the very config of the first adapter."""
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    fill(model)
-    model.add_adapter("ref", model.peft_config["default"])
-    for name, parameter in model.named_parameters():
-        if ".default." in name:
-            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
-    default = logits(model)
-    model.set_adapter("ref")
-    assert torch.equal(logits(model), default)
-    with model.disable_adapter():
-        assert torch.equal(logits(model), logits(build()))
-
-
 @pytest.mark.parametrize("name", ["q_proj", "1", "weight", "model"])
 def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) -> None:
     """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
@@ -249,12 +234,6 @@ def test_a_weighted_sum_of_adapters_on_experts_is_left_to_pefts_refusal() -> Non
         model.add_weighted_adapter(["default", "two"], [0.5, -1.0], "sum", "linear")
 
 
-def test_merged_before_the_first_forward_is_no_fault() -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    model.merge_adapter()
-    model(input_ids=IDS)
-
-
 @pytest.mark.parametrize("modules", [["q_proj", "gate"], ["gate", "gate_proj", "down_proj"]])
 def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
     modules: list[str], tmp_path: Path
@@ -275,99 +254,3 @@ def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
     assert first["exclude_modules"] == second["exclude_modules"]
     assert first["target_parameters"] == ["experts.down_proj"]
     assert second["target_parameters"] == ["experts.down_proj"]
-
-
-def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -> None:
-    """Full names make stock PEFT wrap, in an order of its own, so that shapes do not fit."""
-    base = build()
-    names = moe_qlora.target_parameters(base)
-    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=names))
-    model.save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
-            PeftModel.from_pretrained(build(), tmp_path)
-    twin = copy.deepcopy(build())
-    again = moe_qlora.load_adapter(twin, tmp_path)
-    assert torch.equal(logits(again), logits(model))
-
-
-@pytest.mark.parametrize(
-    ("family", "skips"),
-    [
-        ("qwen3_moe", None),
-        ("granitemoe", None),
-        ("jetmoe", None),
-        ("jetmoe", ["router", "lm_head"]),
-        ("phimoe", None),
-    ],
-)
-def test_later_adapters_reach_routers_too(family: str, skips: Any, tmp_path: Path) -> None:
-    """bitsandbytes packs routers that are Linear layers (jetmoe's, unless they are skipped)."""
-    tiny_model(family).save_pretrained(tmp_path / "plain")  # type: ignore[operator]
-    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skips)
-    with moe_qlora.enabled():
-        base: Any = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config=config
-        )
-    attention = ["kv_proj"] if family == "jetmoe" else ["q_proj"]
-    lora = LoraConfig(r=2, target_modules=attention)
-    model = moe_qlora.get_peft_model(base, lora, experts=True, router=True)
-    again = moe_qlora.adapt_lora_config(model, lora, experts=True, router=True)
-    model.add_adapter("two", again)
-    fill(model)
-    names = {name for name in lora_names(model) if ".default." in name}
-    assert any(".router." in name or ".gate." in name for name in names)
-    assert {name.replace(".two.", ".default.") for name in lora_names(model)} == names
-    inputs = tiny_inputs(base)
-    model.eval()
-    with torch.no_grad():
-        expected = model(**inputs).logits
-        model.save_pretrained(tmp_path / "adapter")
-        model.load_adapter(str(tmp_path / "adapter"), "three")
-        model.set_adapter("three")
-        assert torch.equal(model(**inputs).logits, expected)
-        model.set_adapter("two")
-        assert not close(model(**inputs).logits, expected, 1e-3)
-
-
-@pytest.mark.parametrize("packs_linears", [False, True])
-@pytest.mark.parametrize("first_has", [False, True])
-def test_all_linear_of_a_later_adapter_means_routers_too(
-    packs_linears: bool, first_has: bool, tmp_path: Path
-) -> None:
-    """Jetmoe's routers are plain Linear layers, or packed ones."""
-    base: Any = tiny_model("jetmoe")
-    config = BitsAndBytesConfig(load_in_4bit=True)
-    if packs_linears:
-        base.save_pretrained(tmp_path)
-        with moe_qlora.enabled():
-            base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-    else:
-        moe_qlora.quantize_experts(base, config)
-    everything = LoraConfig(r=2, target_modules="all-linear")
-    model = moe_qlora.get_peft_model(base, everything, "one", experts=True, router=first_has)
-    for name, router in (("two", True), ("three", False)):
-        config = moe_qlora.adapt_lora_config(model, everything, experts=True, router=router)
-        model.add_adapter(name, config)
-    routers = [n for n, _ in model.named_parameters() if ".router." in n and ".lora_A." in n]
-    has = {"one": first_has, "two": True, "three": False}
-    assert {n: sum(f".{n}." in key for key in routers) for n in has} == {
-        name: 4 * router for name, router in has.items()
-    }
-
-
-@pytest.mark.parametrize(("family", "rank"), [("llama4_text", 1), ("jetmoe", 1), ("jetmoe", 8)])
-def test_an_adapters_factors_are_no_routers(family: str, rank: int) -> None:
-    """A of rank 1 on E experts has a router's shape; JetMoe's experts stand deep as it is."""
-    model: Any = tiny_model(family)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    routers = {router.name for router in moe_qlora.detect(model).routers}
-    assert routers
-    plain = LoraConfig(r=rank, target_modules=[])
-    peft_model = moe_qlora.get_peft_model(model, plain, experts=True)
-    found = {router.name for router in moe_qlora.detect(peft_model.base_model.model).routers}
-    assert found == routers
-    everywhere = LoraConfig(r=rank, target_modules="all-linear")
-    peft_model.add_adapter("two", moe_qlora.adapt_lora_config(peft_model, everywhere))
-    assert not [name for name in lora_names(peft_model) if ".two." in name and ".router." in name]

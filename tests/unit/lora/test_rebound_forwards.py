@@ -18,8 +18,6 @@ import moe_qlora
 from moe_qlora.errors import AdapterError
 from moe_qlora.experts import forward
 from moe_qlora.layout import unwrapped
-from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.settings import CodecSettings
 
 EAGER = Qwen3MoeExperts.forward.__wrapped__  # transformers' loop over experts, which reads weights
 
@@ -104,59 +102,6 @@ def test_before_peft_and_for_a_second_adapter(rebind):
         fill(each, seed=2)
         each.base_model.set_adapter(["default", "second"])
     assert_close(run(expected), run(model), 1e-5 if rebind in READING else 0.0)
-
-
-@pytest.mark.parametrize("rebind", [*READING, *CALLING])
-def test_before_packing(rebind):
-    def prepared(rebind: Any) -> Any:
-        model = build()
-        names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
-        plain = [model.get_submodule(name) for name in names]
-        for module in plain:
-            for parameter in parametrize.packed_names(module):
-                parametrize.detach(module, parameter)
-        forward.deactivate(model)
-        for module in plain:
-            if rebind is not None:
-                rebind(module)
-            for parameter in ("gate_up_proj", "down_proj"):
-                weight = codec.pack(getattr(module, parameter), CodecSettings("nf4"))
-                parametrize.attach(module, parameter, weight)
-        assert forward.activate(model, names) == ()
-        return adapted(model)
-
-    assert_close(run(prepared(None)), run(prepared(rebind)), 1e-5 if rebind in READING else 0.0)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_on_the_class(when, monkeypatch):
-    expected = run(adapted())
-    if when == "before":
-        monkeypatch.setattr(Qwen3MoeExperts, "forward", EAGER)
-        model = build()
-        assert not any(forward.asks_for_lora(module) for module in outermost(model))
-        model = adapted(model)
-    else:
-        model = adapted()
-        monkeypatch.setattr(Qwen3MoeExperts, "forward", EAGER)
-    assert_close(expected, run(model), 1e-5)
-    monkeypatch.undo()
-    assert_close(expected, run(model), 1e-5)
-
-
-def test_one_projection_that_is_not_packed():
-    def halves() -> Any:
-        model = build()
-        for module in outermost(model):
-            parametrize.detach(module, "gate_up_proj")
-        return adapted(model)
-
-    expected = run(halves())
-    for rebind in (*READING, *CALLING):
-        model = halves()
-        for module in innermost(model):
-            rebind(module)
-        assert_close(expected, run(model), 1e-5)
 
 
 def test_dropout():

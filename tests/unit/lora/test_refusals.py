@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 
 import moe_qlora
-from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_model
 
@@ -155,15 +155,9 @@ def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(error, match=words):
             load(packed(), adapter)
-    file.write_bytes(b"x" * 99)
-    with pytest.raises(CheckpointError, match="damaged weights"):
-        load(packed(), adapter)
     save_file(whole, file, {"format": "pt"})
     with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
         load(packed("mixtral"), adapter)
     (adapter / "moe_qlora_adapter.json").unlink()
     with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
         load(packed(num_hidden_layers=3), adapter)
-    (adapter / "adapter_config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"it has no adapter_config|such as the adapter in"):
-        moe_qlora.load_adapter(packed(), tmp_path)

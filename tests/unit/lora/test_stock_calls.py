@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import upstream
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from small_models import fill
@@ -24,7 +24,6 @@ import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.lora.layer import ParamWrapper
 from moe_qlora.lora.model import LoraModel
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 NF4 = BitsAndBytesConfig(
@@ -132,24 +131,6 @@ def test_from_pretrained_is_load_adapter(
     }
 
 
-def test_the_automatic_class_under_enabled(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    _plain("qwen3_moe").save_pretrained(base)
-
-    def load() -> Any:
-        with moe_qlora.enabled():
-            return type(_plain("qwen3_moe")).from_pretrained(base, quantization_config=NF4)
-
-    trained = fill(moe_qlora.get_peft_model(load(), lora(), experts=True))
-    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with moe_qlora.enabled():
-        model = AutoPeftModelForCausalLM.from_pretrained(
-            tmp_path / "adapter", quantization_config=NF4
-        )
-    assert len(list(parametrize.iter_packed(model))) == 4
-    assert_same(model, moe_qlora.load_adapter(load(), tmp_path / "adapter"))
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -200,27 +181,6 @@ def test_what_is_wrong_is_said_as_by_our_own_calls(tmp_path: Path) -> None:
     moe_qlora.quantize_experts(other, NF4)
     with pytest.raises(AdapterError, match="was trained on"):
         PeftModel.from_pretrained(other, folder)
-
-
-@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
-def test_an_adapter_that_is_trained_on_is_not_said_to_leave_experts_out(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="get no LoRA"):
-        model = moe_qlora.get_peft_model(packed(), lora(modules=["q_proj", "down_proj"]))
-    model.save_pretrained(tmp_path, save_embedding_layers=False)
-    PeftModel.from_pretrained(packed(), tmp_path, is_trainable=True)  # warnings are errors
-
-
-def test_merging_after_a_stock_call_is_ours(tmp_path: Path) -> None:
-    folder = adapter("both", "qwen3_moe", tmp_path)
-    model = PeftModel.from_pretrained(packed(), folder)
-    expected = step(model)[0]
-    codes = {n: p.clone() for n, p in model.named_parameters() if n.endswith(".original")}
-    model.merge_adapter(dtype=torch.float32)
-    assert close(step(model)[0], expected)
-    model.unmerge_adapter()
-    assert len(codes) == 4
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in codes.items())
-    assert close(step(model)[0], expected)
 
 
 def test_other_models_and_tuners_are_left_to_peft() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
-from upstream import ADAPTER_METHODS
 
 import moe_qlora
 from moe_qlora.lora.layer import ReadLinear
@@ -57,27 +56,6 @@ def test_all_linear_leaves_them_out(model_type: str) -> None:
     peft_model(**tiny_inputs(model))
     again = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules="all-linear"))
     assert set(again.target_modules) == linears - unfit
-
-
-class GateLinear(nn.Linear):
-    """A router's class of another file, without a forward of its own."""
-
-
-@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
-@pytest.mark.parametrize("router", [False, True])
-def test_routers_of_a_class_from_elsewhere_are_no_linear_layers(router: bool) -> None:
-    model = packed("hunyuan_v1_moe")
-    names = {one.name for one in moe_qlora.detect(model).routers}
-    for name in names:
-        model.get_submodule(name).__class__ = GateLinear
-    config = LoraConfig(target_modules="all-linear")
-    peft_model = moe_qlora.get_peft_model(model, config, router=router)
-    assert names
-    assert (names <= adapted(peft_model)) == router
-    assert all(
-        isinstance(peft_model.get_base_model().get_submodule(name), ParamWrapper) == router
-        for name in names
-    )
 
 
 class Sum(nn.Module):
@@ -133,31 +111,6 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
     peft_model.unmerge_adapter()
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
-
-
-@ADAPTER_METHODS
-@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-def test_every_way_to_an_adapter_is_served(tmp_path: Path) -> None:
-    model = packed("longcat_flash").eval()
-    base, other, again = (copy.deepcopy(model) for _ in range(3))
-    inputs = tiny_inputs(model)
-    config = LoraConfig(r=3, target_modules=["classifier"], init_lora_weights=False)
-    peft_model = moe_qlora.get_peft_model(model, config)
-    peft_model.save_pretrained(tmp_path)
-    expected = peft_model(**inputs).logits
-    assert torch.equal(PeftModel.from_pretrained(other, tmp_path)(**inputs).logits, expected)
-    again.load_adapter(str(tmp_path))
-    assert torch.equal(again(**inputs).logits, expected)
-    first = LoraConfig(target_modules=["o_proj"])
-    hosted = copy.deepcopy(base)
-    hosted.add_adapter(first)
-    hosted.add_adapter(LoraConfig(r=2, target_modules=["classifier"]), "second")
-    assert sum(isinstance(module, ReadLinear) for module in hosted.modules()) == 2
-    for load in (moe_qlora.load_adapter, PeftModel.load_adapter):
-        peft_model = moe_qlora.get_peft_model(copy.deepcopy(base), first)
-        load(peft_model, str(tmp_path), "later")
-        peft_model.set_adapter("later")
-        assert torch.equal(peft_model(**inputs).logits, expected)
 
 
 def test_a_weight_that_mambas_kernel_reads() -> None:

@@ -209,15 +209,6 @@ def test_refuses_zero3_shards_and_ranges_out_of_bounds() -> None:
         unpack_range(pack(weight((4, 8, 8)), CodecSettings("nf4")), 3, 5)
 
 
-def test_a_packer_wants_every_weight() -> None:
-    packer = codec.Packer((2, 4, 32), torch.float32, torch.device("cpu"), CodecSettings("nf4"))
-    packer.add(torch.ones(1, 4, 32))
-    with pytest.raises(ValueError, match="128 weights came"):
-        packer.finish()
-    with pytest.raises(ValueError, match="more weights"):
-        packer.add(torch.ones(2, 4, 32))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_finds_the_first_nonfinite_value(bad, dtype, monkeypatch):

@@ -10,9 +10,7 @@ from torch import nn
 
 from moe_qlora.distributed.sharding import prepare_sharding
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.parametrize import blank_weight
-from moe_qlora.packing.settings import CodecSettings, packed_nbytes
-from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
+from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 
 BOTH = pytest.mark.parametrize("transposed", [False, True])
 SHAPE = (3, 7, 96)  # as stored: an odd number of experts, and rows of three blocks
@@ -45,18 +43,6 @@ def test_every_scale_down_to_subnormal_numbers_and_in_chunks(monkeypatch):
     for chunk in (codec._CPU_CHUNK, 96):
         monkeypatch.setattr(codec, "_CPU_CHUNK", chunk)
         assert torch.equal(codec.unpack(packed), slow_decode(blocks, scales))
-
-
-def test_bytes():
-    packed = mxfp4_weight(2, 64, 128)
-    settings = CodecSettings.of(packed)
-    assert packed.nbytes == packed_nbytes(packed.shape, settings)
-    constants = 4 * (16 + 256 + 2)
-    assert packed.nbytes - constants == 2 * 64 * 128 * 17 / 32
-    assert blank_weight((2, 64, 128), torch.bfloat16, settings).nbytes == packed.nbytes
-    assert CodecSettings.from_dict(settings.to_dict()) == settings
-    turned = CodecSettings.of(mxfp4_weight(*SHAPE, transposed=True))
-    assert CodecSettings.from_dict(turned.to_dict()) == turned != settings
 
 
 class Host(nn.Module):

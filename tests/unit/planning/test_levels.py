@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts.kept import keep, take
+from moe_qlora.experts.kept import pop_saved, save
 from moe_qlora.planning import levels
 from moe_qlora.planning.levels import LEVELS, compute
 from moe_qlora.testing import tiny_model
@@ -87,10 +87,10 @@ def test_experts_hand_over_what_they_save_unless_it_was_changed_in_place():
     again = []
 
     def layer(x, change):
-        saved = take()
+        saved = pop_saved()
         again.append(saved is not None)
         if saved is None:
-            keep(saved := [x.detach() * 3])
+            save(saved := [x.detach() * 3])
         return (saved[0].mul_(2) if change else saved[0]) * x
 
     x = torch.randn(120)

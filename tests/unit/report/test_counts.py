@@ -13,7 +13,7 @@ import moe_qlora
 from moe_qlora.errors import DetectionError
 from moe_qlora.report.counts import ExpertCounts
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.recording import check_hooks
+from moe_qlora.train.graphs import check_hooks
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 

@@ -4,7 +4,6 @@ import copy
 import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -47,13 +46,6 @@ def test_all_else_is_computed_of_the_loss() -> None:
     loss.backward()
     assert torch.equal(weights.grad, torch.full((3,), 2.0))
     assert len(hooked) == 1 and loss.grad == 1
-
-
-def test_the_copy_is_waited_for_on_the_device_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss, streams = MagicMock(is_cuda=True), MagicMock()
-    monkeypatch.setattr(torch.cuda, "current_stream", streams)
-    EarlyLoss.of(loss)
-    streams.assert_called_once_with(loss.device)
 
 
 def test_a_backward_runs_in_the_state_of_the_forward() -> None:

@@ -26,12 +26,9 @@ FAMILIES = {
     "mixtral": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},
     "deepseek_v3": {},
-    "glm4_moe": {},
-    "olmoe": {},
     "llama4_text": {"attention_chunk_size": 16},
     "gemma4_text": {"sliding_window": 8},
     "afmoe": {},
-    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
 
 Batch = dict[str, Tensor]
@@ -71,18 +68,13 @@ def packed(rows: list[Tensor]) -> Batch:
 def packed_in_two(rows: list[Tensor]) -> Batch:
     """Two packed rows, of which the second is padded."""
     first, second = packed(rows[:3]), packed(rows[3:])
-    longest = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
+    sizes = [x["input_ids"].shape[1] for x in (first, second)]
     both = {}
-    for name in first:
-        fillers = {"labels": -100}
-        pads = [
-            functional.pad(x[name], (0, longest - x[name].shape[1]), value=fillers.get(name, 0))
-            for x in (first, second)
-        ]
-        both[name] = torch.cat(pads)
-    lengths = torch.tensor([[x["input_ids"].shape[1]] for x in (first, second)])
-    both["attention_mask"] = (torch.arange(longest)[None] < lengths).long()
-    return both
+    for name, fill in (("input_ids", 0), ("position_ids", 0), ("labels", -100)):
+        pads = [(x[name], (0, max(sizes) - x[name].shape[1])) for x in (first, second)]
+        both[name] = torch.cat([functional.pad(x, pad, value=fill) for x, pad in pads])
+    mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
+    return both | {"attention_mask": mask.long()}
 
 
 def numbered(rows: list[Tensor]) -> Batch:
@@ -172,8 +164,7 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"),
-    [("qwen3_moe", 1), ("qwen3_moe", 3), ("mixtral", 1), ("deepseek_v3", 3), ("llama4_text", 3)],
+    ("family", "rows"), [("qwen3_moe", 1), ("deepseek_v3", 3), ("llama4_text", 3)]
 )
 def test_plain_rows_are_computed_as_rows(
     family: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -184,16 +175,10 @@ def test_plain_rows_are_computed_as_rows(
     batch = {"input_ids": ids, "labels": ids}
     expected = step(model, batch)
     flat_reference.use(monkeypatch)
-    seen = []
-    for name in ("rows_forward", "rows_backward"):
-        own = getattr(segments, name)
-        count = lambda *args, own=own: (seen.append(args[-2]), own(*args))[1]  # noqa: E731
-        monkeypatch.setattr(segments, name, count)
     with flat(model, rows, 33 if rows > 1 else 64):
         check(model, expected, batch)
         check(model, expected, batch | {"attention_mask": torch.ones_like(ids)})
-    # A window shorter than the rows goes by offsets, chunks by masks.
-    assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
+    assert set(flat_reference.SEEN) == (set() if family == "llama4_text" else {rows})  # By masks
 
 
 def test_outputs_have_the_shape_of_the_batch() -> None:
@@ -258,49 +243,42 @@ def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
 def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
     memory = flat_rows.RowMemory(room=2, kept=0.5)  # With 4, 8 take 8 + 2, of 2 * 5 or 2 * 4
     assert memory.holds([4], 8, 5) and not memory.holds([4], 8, 4) and memory.holds([], 9, 4)
-    lengths = flat_rows.RowLengths(4096)
-    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
-    assert [lengths.pick(*row) for row in ((4000, 9), (700, 9), (4000, 17), (700, 9))] == [
-        (4096, 16, True), (4096, 16, True), (4096, 64, True), (4096, 64, True),
-    ]  # fmt: skip
-    assert lengths.recorded == [(4096, 64)]  # It needs 1.4 rows with the first one, of 1.1
-    lengths = flat_rows.RowLengths(4096)
-    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
-    picked = [(*lengths.pick(tokens, 9), lengths.alone) for tokens in (1500, 700, 4000, 1500)]
-    assert picked == [
-        (2048, 16, True, False), (2048, 16, True, False), (4096, 16, False, True),
-        (2048, 16, True, False),
-    ]  # fmt: skip
-    assert [lengths.pick(700, 9)[0] for _ in range(7)] == [2048] * 6 + [1024]
 
+    def picked(*rows: tuple[int, int]) -> list[Any]:
+        lengths = flat_rows.RowLengths(4096)
+        lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
+        return [(*lengths.pick(*row), lengths.alone) for row in rows]
 
-def test_the_table_of_segments_holds_those_of_a_row() -> None:
-    lengths = flat_rows.RowLengths(512)
-    assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]
-    model, seen = tiny_model("qwen3_moe", seed=0).train(), []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append(
-            (segments.running.get().recorded, len(segments.running.get().offsets) - 1)
-        )
-    )
-    ids = torch.full((1, 256), 7)
-    with flat(model, 1, 256):
-        for length in (256, 20, 16, 4, 1):
-            model(input_ids=ids, position_ids=torch.arange(256)[None] % length)
-    assert seen == [(True, 16), (True, 16), (True, 64), (True, 256), (True, 1024)]
+    first, wider = (4096, 16, True, False), (4096, 64, True)  # The first one's table is too small
+    found = picked((4000, 9), (700, 9), (4000, 17), (700, 9))
+    assert found == [first, first, (*wider, True), (*wider, False)]
+    short = 2048, 16, True, False  # It and the largest would need 1.4 rows, of 1.1
+    found = picked((1500, 9), (700, 9), (4000, 9), (1500, 9))
+    assert found == [short, short, (4096, 16, False, True), short]
 
 
 def test_rows_are_filled_up_in_training() -> None:
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _, args: seen.append((args[0].shape[1], segments.running.get().recorded))
-    )
+
+    def note(_: Any, args: Any) -> None:
+        now = segments.running.get()
+        seen.append((args[0].shape[1], now.recorded, len(now.offsets) - 1))
+
+    model.model.layers[0].register_forward_pre_hook(note)
     with flat(model, 1, 4096):
-        for tokens in (1, 33, 65, 2100, 4200):
+        for tokens in (1, 65, 2100, 4200):
             model(input_ids=torch.full((1, tokens), 7))
         with torch.no_grad():
             model(input_ids=torch.full((1, 33), 7), use_cache=False)
-    assert seen == [(1024, True)] * 3 + [(4096, True), (5120, False), (33, False)]
+    assert [row[:2] for row in seen] == [
+        (1024, True), (1024, True), (4096, True), (5120, False), (33, False),
+    ]  # fmt: skip
+    del seen[:]
+    ids = torch.full((1, 256), 7)
+    with flat(model, 1, 256):  # Tables of segments hold those of a row
+        for length in (256, 16, 4, 1):
+            model(input_ids=ids, position_ids=torch.arange(256)[None] % length)
+    assert [row[1:] for row in seen] == [(True, 16), (True, 64), (True, 256), (True, 1024)]
 
 
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -320,8 +298,9 @@ def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> N
     assert len(said) == 3 and "use_cache" in said[0]
 
 
-def test_generation_and_evaluation_are_those_without() -> None:
-    model = tiny_model("qwen3_moe", seed=0)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_generation_and_evaluation_are_those_without(family: str) -> None:
+    model = tiny_model(family, seed=0, **FAMILIES[family])
     rows = sequences(model)
     batch = padded(rows, left=True)
     del batch["labels"]
@@ -329,10 +308,12 @@ def test_generation_and_evaluation_are_those_without() -> None:
     with flat(model):
         assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), made)
         with torch.no_grad():
-            found = model(**packed(rows), use_cache=False).logits[0].split(LENGTHS)
+            batch = packed(rows)
+            told, found = (model(**batch, **how).logits[0] for how in ({"use_cache": False}, {}))
     with torch.no_grad():
-        for ours, row in zip(found, rows, strict=True):
-            torch.testing.assert_close(ours, model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
+        alone = torch.cat([model(row[None]).logits[0] for row in rows])
+    torch.testing.assert_close(told, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
@@ -346,16 +327,6 @@ def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
             model(**packed(rows))
 
 
-def test_the_forward_says_which_arguments_it_takes() -> None:
-    """Others may look at the forward's arguments, as Trainer and PEFT do."""
-    model = adapted()
-    stack = model.get_base_model().model
-    before = list(inspect.signature(stack.forward).parameters)
-    with flat(model):
-        assert list(inspect.signature(stack.forward).parameters) == before
-    assert "forward" not in vars(stack)
-
-
 def test_a_mask_with_holes_runs_as_before() -> None:
     """Positions go on behind a hole, and windows count it."""
     model = tiny_model("mixtral", seed=0, sliding_window=8).train()
@@ -365,18 +336,6 @@ def test_a_mask_with_holes_runs_as_before() -> None:
     expected = step(model, batch)
     with flat(model):
         check(model, expected, batch)
-
-
-def test_evaluation_keeps_packed_rows_apart_without_being_told() -> None:
-    model = tiny_model("gpt_oss", seed=0, sliding_window=8)
-    rows = sequences(model)
-    with torch.no_grad():
-        alone = torch.cat([model(row[None]).logits[0] for row in rows])
-        watch_packed_rows(model)
-        with flat(model):
-            torch.testing.assert_close(model(**packed(rows)).logits[0], alone)
-        with pytest.raises(ConfigError, match="position_ids begin again"):
-            model(**packed(rows))
 
 
 MIXING = (
@@ -431,9 +390,14 @@ def test_models_that_see_keep_packed_rows_apart_or_refuse_them() -> None:
 
 def test_adapters_watch_packed_rows() -> None:
     model = adapted("gpt_oss")
+    stack = model.get_base_model().model
+    names = list(inspect.signature(stack.forward).parameters)
     with pytest.raises(ConfigError, match="they would see each other"):
         model(**packed(sequences(model)))
     with flat(model):
         assert model(**packed(sequences(model))).loss > 0
+        # Trainer and PEFT look at the forward's arguments.
+        assert list(inspect.signature(stack.forward).parameters) == names
+    assert "forward" not in vars(stack)
     with pytest.raises(ConfigError, match="they would see each other"):
         model(**packed(sequences(model)))

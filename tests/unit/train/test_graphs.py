@@ -16,10 +16,9 @@ from transformers import DynamicCache
 
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
-from moe_qlora.train import flat_rows, graphs, recording
+from moe_qlora.train import flat_rows, graphs
 from moe_qlora.train.graphs import LayerGraphs
 from moe_qlora.train.layers import LayerRunner, used_arguments
-from moe_qlora.train.passes import Passes
 from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
 
 gpu = pytest.mark.gpu
@@ -51,13 +50,13 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that were recorded, by emulated graphs."""
     emulate(monkeypatch)
     calls: list[Any] = []
-    init = recording.RecordedCall.__init__
+    init = graphs.RecordedCall.__init__
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         calls.append(self.layer)
 
-    monkeypatch.setattr(recording.RecordedCall, "__init__", noting)
+    monkeypatch.setattr(graphs.RecordedCall, "__init__", noting)
     return calls
 
 
@@ -194,9 +193,53 @@ def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> N
         for _ in range(3):
             reset(model, weights)
             got.append(step(model, ids))
-    assert len(recordings) == LAYERS + 1
+    assert len(recordings) == 2 * LAYERS
     reset(model, weights)
     assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
+
+
+@emulated
+def test_a_pass_before_the_backward_of_the_last_one_runs_without_graphs(ran: list[str]) -> None:
+    model = small()
+    batches = [token_ids(model, seed=seed) for seed in range(4)]
+
+    def losses(*each: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        found = [model(input_ids=ids, labels=ids).loss for ids in each]
+        torch.stack(found).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = losses(*batches[:2]), losses(batches[2])
+    with recorded(model, levels.KEEP) as made:
+        losses(batches[3])
+        for _ in range(3):
+            ran.clear()
+            torch.testing.assert_close(losses(*batches[:2]), wanted[0])
+            assert ran == [levels.KEEP] * LAYERS and made.recorded == LAYERS
+            torch.testing.assert_close(losses(batches[2]), wanted[1])
+            model(input_ids=batches[3])  # No backward: no later step waits for one
+
+
+@emulated
+def test_where_one_layer_cannot_be_replayed_all_are_recorded_anew(
+    ran: list[str], recordings: list[Any]
+) -> None:
+    model = small()
+    ids = token_ids(model)
+    wanted = gradients_of(model, ids)
+    with recorded(model, levels.KEEP) as made:
+        for at in range(6):
+            if at == 3:
+                made._runners[1].level = levels.RECOMPUTE
+                ran.clear()
+            torch.testing.assert_close(gradients_of(model, ids), wanted)
+        assert ran == [levels.RECOMPUTE] and len(recordings) == 2 * LAYERS
+
+
+def gradients_of(model: Any, ids: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -333,6 +376,18 @@ def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
 
 @gpu
 @each_level
+def test_gradients_that_are_kept_stay_as_they_are(level: str) -> None:
+    model = packed()
+    kept: list[tuple[Tensor, Tensor]] = []
+    with recorded(model, level):
+        for step in range(5):
+            gradients(model, batch(step))
+            kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(*each) for each in kept)
+
+
+@gpu
+@each_level
 def test_dropout_is_drawn_again_in_backward(level: str) -> None:
     model = packed(lora_dropout=0.5)
     ids = batch(0)
@@ -390,57 +445,3 @@ def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture
         assert made.recorded == model.config.num_hidden_layers - 1
         assert len(seen) == 3
     assert "has a hook of" in caplog.text
-
-
-class Call:
-    """Stands for a recorded call."""
-
-    def __init__(self, pool: int = 0, keeps: bool = True) -> None:
-        self.pool, self.keeps = pool, keeps
-
-
-def test_a_second_pass_waits_for_the_backward_of_the_first() -> None:
-    passes = Passes()
-    held = [passes.pending(Call()) for place in range(2) if passes.enters(place, keeps=True)]
-    assert not passes.enters(0, keeps=True)
-    assert not passes.enters(1, keeps=True)
-    held.pop()
-    # The pass that began before stays without graphs: layers before may have run eagerly.
-    assert not passes.enters(2, keeps=True)
-    held.clear()
-    assert passes.enters(0, keeps=True)
-    assert not passes.is_kept
-
-
-@pytest.mark.parametrize(
-    ("pool", "keeps", "outdated"), [(0, True, True), (1, True, False), (0, False, False)]
-)
-def test_calls_of_earlier_passes_may_not_write_where_calls_recorded_now_keep_tensors(
-    pool: int, keeps: bool, outdated: bool
-) -> None:
-    passes, earlier = Passes(), Call(0)
-    passes.enters(0, keeps=True)
-    passes.records(earlier)
-    assert not passes.is_outdated(earlier)
-    passes.enters(0, keeps=True)
-    assert not passes.is_outdated(earlier)
-    now = Call(pool, keeps)
-    passes.records(now)
-    assert passes.is_outdated(earlier) is outdated
-    assert not passes.is_outdated(now)
-    passes.enters(0, keeps=True)  # the next pass: all are replayed
-    assert not passes.is_outdated(earlier)
-
-
-def test_a_call_that_keeps_nothing_admits_its_like_alone() -> None:
-    passes = Passes()
-    assert passes.enters(0, keeps=False)
-    held = passes.pending(Call(keeps=False))
-    assert passes.is_waiting and not passes.is_kept and not passes.is_replaying
-    assert passes.enters(1, keeps=True)  # of the same pass: recorded in this order
-    assert passes.enters(0, keeps=False)
-    assert not passes.enters(1, keeps=True)  # whose tensors the first's backward would overwrite
-    del held
-    assert passes.enters(0, keeps=True)
-    other = passes.pending(Call())
-    assert other and not passes.enters(0, keeps=False)

@@ -1,4 +1,4 @@
-"""Recorded layers whose experts lie in host memory: the same losses and gradients, bit by bit.
+"""Compiled and recorded layers whose experts lie in host memory: the same losses and gradients.
 
 Graphs are emulated, on a device whose copies come as late as they may: within a recording or a
 replay nothing is copied or waited for.
@@ -7,7 +7,7 @@ replay nothing is copied or waited for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +15,22 @@ import torch
 from emulated_graphs import emulate, hold_addresses, in_graph
 from graphed import recorded
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig
 from upstream import TRANSFORMERS
 
 import moe_qlora
+from moe_qlora.experts import projection
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
 
-pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'"),
+]
 STEPS = 2  # The first step runs plainly, the second records, and all of the next two replay
 
 
@@ -35,16 +41,16 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     hold_addresses(monkeypatch)
 
 
-def packed(layers: int = 4, **settings: Any) -> Any:
+def packed(layers: int = 4) -> Any:
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=layers, num_experts=2)
     model.config.use_cache = False
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True, **settings))
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     return with_lora(model)
 
 
@@ -57,17 +63,13 @@ def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
     return train(model, ids, count)
 
 
+@pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize(
-    ("count", "order", "checkpointing", "keep"),
-    [
-        (1, "graphs first", False, False),
-        (2, "offload first", True, True),
-        (3, "graphs first", True, False),
-        (4, "offload first", False, True),
-    ],
+    ("count", "checkpointing", "level"),
+    [(1, False, None), (3, True, None), (4, False, levels.KEEP)],
 )
 def test_replays_train_as_the_resident_model(
-    count: int, order: str, checkpointing: bool, keep: bool, devices: list[Delayed]
+    count: int, checkpointing: bool, level: str | None, devices: list[Delayed]
 ) -> None:
     if checkpointing and TRANSFORMERS < (5, 23):
         pytest.skip("its checkpoint is around `forward` of an instance: graphs give up within it")
@@ -76,27 +78,22 @@ def test_replays_train_as_the_resident_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
-    with ExitStack() as stack:
-        if order == "graphs first":
-            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
-            assert equal(steps(model, ids, weights), resident)
-            off = stack.enter_context(moe_qlora.offload_experts(model))
-        else:
-            off = stack.enter_context(moe_qlora.offload_experts(model))
-            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
-        with Reads(devices) as reads:
+    with recorded(model, level) as graphs:
+        assert equal(steps(model, ids, weights), resident)
+        with moe_qlora.offload_experts(model) as off, Reads(devices) as reads:
             assert equal(steps(model, ids, weights), resident)  # Recording fetches now and then
             assert graphs.recorded == count and reads.count > STEPS * count * 2
             copies, missed = off.copies, devices[0].missed
             assert equal(steps(model, ids, weights), resident)
-        assert off.copies - copies == STEPS * 2 * max(0, count - 2)
-        assert devices[0].missed == missed and len(devices[0].made) == off.slots
+            assert off.copies - copies == STEPS * 2 * max(0, count - 2)
+            assert devices[0].missed == missed and len(devices[0].made) == off.slots
     assert equal(steps(model, ids, weights), resident)
 
 
+@pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize(
     ("moved", "keep"),
-    [("there", False), ("back", True), ("there and back", True), ("to other slots", False)],
+    [("back", True), ("there and back", True), ("to other slots", False)],
 )
 def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: bool) -> None:
     model = packed()
@@ -127,23 +124,7 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
         off.remove()  # type: ignore[union-attr]
 
 
-def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
-    count = len(levels.LEVELS)
-    model = packed(count, bnb_4bit_use_double_quant=True)
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with (
-        recorded(model, levels.LEVELS) as graphs,
-        moe_qlora.offload_experts(model) as off,
-        Reads(devices),
-    ):
-        assert equal(steps(model, ids, weights), resident)
-        assert graphs.recorded == count
-        copies = off.copies
-        assert equal(steps(model, ids, weights), resident)
-        assert off.copies - copies == STEPS * 2 * (count - 2)
-
-
+@pytest.mark.usefixtures("graphed")
 def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
     model = packed()
     ids, weights = token_ids(model), trained(model)
@@ -161,6 +142,7 @@ def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[De
             assert len(devices[0].made) == made and graphs.recorded == 4
 
 
+@pytest.mark.usefixtures("graphed")
 def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> None:
     model, other = packed(), packed()
     weights = {name: tensor.clone() for name, tensor in other.state_dict().items()}
@@ -174,25 +156,84 @@ def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> Non
         assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
 
 
-@pytest.mark.parametrize("order", ["graphs first", "fit first"])
-def test_fit_memory_moves_experts_of_recorded_layers(order: str) -> None:
+@pytest.mark.usefixtures("graphed")
+def test_fit_memory_moves_experts_of_recorded_layers() -> None:
     model = packed(4)
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights, 3)
-    with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
-        if order == "graphs first":
-            stack.enter_context(recorded(model))
-            assert equal(steps(model, ids, weights, 3), resident)
+    with moe_qlora.offload_experts(model) as off, recorded(model):
+        assert equal(steps(model, ids, weights, 3), resident)
         least = least_memory(model)
-        choices = ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0))
-        for memory, hosted in choices if order == "graphs first" else choices[1:2]:
+        for memory, hosted in ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0)):
             with fitted(model, memory) as fit:
-                if order == "fit first":
-                    graphs = stack.enter_context(recorded(model))
                 assert [layer.experts for layer in fit.layers].count("host") == hosted
                 assert equal(steps(model, ids, weights, 3), resident)
-                if order == "fit first":
-                    assert graphs.recorded == 4
-                    graphs.remove()
             assert len(off.layers) == 4
         assert equal(steps(model, ids, weights, 3), resident)
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def gradients(model: Any, ids: Tensor, between: Any) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    between()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_layers_are_one_graph_each_and_fetch_within_it(
+    devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reads, own = packed(), Reads(devices), projection.multiply_codes
+
+    def reading(*args: Any) -> Any:  # Around compiled code, the mode would keep it from compiling
+        with reads:
+            return own(*args)
+
+    monkeypatch.setattr(projection, "multiply_codes", reading)
+    ids, weights = token_ids(model, seq=12), trained(model)
+    made = CompileCounterWithBackend("aot_eager")
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend=made, fullgraph=True)
+    resident = steps(model, ids, weights)
+    alone = made.frame_count
+    with moe_qlora.offload_experts(model) as off:
+        assert equal(steps(model, ids, weights), resident)
+        assert off.copies == 2 + STEPS * 2 * 2 and devices[0].missed == 1
+        assert reads.count > STEPS * 4 * 2
+        assert not counters["graph_break"]
+        assert made.frame_count == 2 * alone  # For all layers, as before
+    assert equal(steps(model, ids, weights), resident)
+    # Moved between a forward and its backward
+    wanted = gradients(model, ids, lambda: None)
+    off = moe_qlora.offload_experts(model)
+    assert all(map(torch.equal, gradients(model, ids, off.remove), wanted))
+    offs: list[Any] = []
+    found = gradients(model, ids, lambda: offs.append(moe_qlora.offload_experts(model)))
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.usefixtures("compiler", "graphed")
+def test_compiled_layers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model = packed(3)
+    weights, ids = trained(model), token_ids(model, seq=12)
+    resident = steps(model, ids, weights)
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="eager")
+    with (
+        moe_qlora.offload_experts(model) as off,
+        recorded(model.get_base_model(), levels.KEEP) as graphs,
+    ):
+        for _ in range(2):
+            copies, found = off.copies, steps(model, ids, weights)
+            assert found[0] == pytest.approx(resident[0], rel=1e-5)
+        assert graphs.recorded == 3 and off.copies - copies == STEPS * 2

@@ -57,8 +57,8 @@ def test_segments(lengths, rows, window, sinks, dim, narrow):
         assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 8e-3
 
 
-def test_rows_of_one_length_go_to_cudnn_on_hopper(monkeypatch):
+def test_rows_of_one_length_go_to_cudnn_on_hopper():
     q = torch.empty(256, 8, 128, device="cuda", dtype=torch.bfloat16)
     hopper = torch.cuda.get_device_capability()[0] == 9
-    assert segments.suits_rows(q, 2, -1) is hopper and not segments.suits_rows(q, 0, -1)
-    assert not segments.suits_rows(q, 2, 39) and segments.suits_rows(q, 2, 127) is hopper
+    for rows, window, wanted in ((2, -1, hopper), (0, -1, False), (2, 39, False), (2, 127, hopper)):
+        assert segments.suits_cudnn(q, rows, window) is wanted
