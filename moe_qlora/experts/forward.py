@@ -24,7 +24,6 @@ low-rank products added to the base product, never W + B A.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -38,7 +37,7 @@ from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
 from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
-from .kept import in_experts, pop_saved, save
+from .kept import pop_saved, save
 from .operands import read_record, record_of
 from .projection import no_autocast
 
@@ -157,28 +156,27 @@ def experts_forward(
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
     compiling = torch.compiler.is_compiling()
-    with nullcontext() if compiling else in_experts():
-        if backend.name != FUSED.name:
-            return projection.run(self, call, top_k_index, top_k_weights)
-        inputs = fused.read_inputs(self, call, top_k_index, top_k_weights)
-        if compiling:
-            return fused.by_operator(inputs).to(hidden_states.dtype)
-        # A kernel is launched at most 5 frames of this package from here.
-        x, weights, index, *others = inputs[:6]
-        layer, operands = fused.make_layer(inputs), fused.make_operands(x, weights, *others)
-        kernels, state = fused.layer_kernels(), None
-        with torch.no_grad(), no_autocast(x):
-            saved = pop_saved()
-            if saved is None:
-                state = kernels.gate_up_forward(layer, index, operands)
-                saved = state.routing.ints, *state.saved
-                save(saved)
-        out = fused.save_for_backward(inputs, layer, saved)
-        # A checkpoint's recomputation ends in the line before, unless the layer needs the output.
-        with torch.no_grad(), no_autocast(x):
-            state = state or kernels.gate_up_forward(layer, index, operands)
-            kernels.down_forward(layer, state, out)
-        return out.to(hidden_states.dtype)
+    if backend.name != FUSED.name:
+        return projection.run(self, call, top_k_index, top_k_weights)
+    inputs = fused.read_inputs(self, call, top_k_index, top_k_weights)
+    if compiling:
+        return fused.by_operator(inputs).to(hidden_states.dtype)
+    # A kernel is launched at most 5 frames of this package from here.
+    x, weights, index, *others = inputs[:6]
+    layer, operands = fused.make_layer(inputs), fused.make_operands(x, weights, *others)
+    kernels, state = fused.layer_kernels(), None
+    with torch.no_grad(), no_autocast(x):
+        saved = pop_saved()
+        if saved is None:
+            state = kernels.gate_up_forward(layer, index, operands)
+            saved = state.routing.ints, *state.saved
+            save(saved)
+    out = fused.save_for_backward(inputs, layer, saved)
+    # A checkpoint's recomputation ends in the line before, unless the layer needs the output.
+    with torch.no_grad(), no_autocast(x):
+        state = state or kernels.gate_up_forward(layer, index, operands)
+        kernels.down_forward(layer, state, out)
+    return out.to(hidden_states.dtype)
 
 
 @cache

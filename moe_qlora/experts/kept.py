@@ -6,15 +6,15 @@ over in the first forward, and gets them back in the recomputation:
 
     checkpoint(layer, x, use_reentrant=False, context_fn=kept_tensors)
 
-Compiled code saves by operator. A policy for other operators skips the experts' (`is_in_experts`).
+Compiled code saves by operator.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,6 @@ _Kept = tuple[tuple[Tensor, ...], list[int]]
 class _Active(threading.local):
     keeps: deque[_Kept] | None = None  # To hand tensors over to
     returns: deque[_Kept] | None = None  # To take tensors from
-    in_experts = False
 
 
 _active = _Active()
@@ -77,18 +76,3 @@ def pop_saved() -> tuple[Tensor, ...] | None:
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
-@contextmanager
-def in_experts() -> Iterator[None]:
-    """Mark this block as an experts forward, of which `save` and `pop_saved` are called."""
-    before, _active.in_experts = _active.in_experts, True
-    try:
-        yield
-    finally:
-        _active.in_experts = before
-
-
-def is_in_experts() -> bool:
-    """Whether an experts forward runs in this thread."""
-    return _active.in_experts

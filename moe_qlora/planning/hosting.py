@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 SLOTS = 2
 """Slots on the device: one is read while the other is filled; an end of use is known at once."""
@@ -75,19 +74,20 @@ def operations(weights: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Hosting:
-    """What decoder layers may have in host memory, and how long a step then takes."""
+    """What decoder layers may have in host memory, and how long a step then takes.
+
+    `count` is a number of layers in host memory; `saved` the part of each decoder layer's
+    recomputation that it does not need.
+    """
 
     layers: tuple[ExpertLayer, ...]  # Those with packed experts, in the model's order
     most: int  # How many of them, from the last one, may be in host memory
     pace: Pace
     seconds: Mapping[str, float]  # Of each block in a step that computes all again
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
-        """Numbers of layers in host memory that are worth it, the most first, down to 0.
-
-        Each frees more than those that follow.
-        """
+        """Numbers of layers that are worth it: each frees more than the next, down to 0."""
         found = [0]
         for count in range(1, self.most + 1):
             if self.freed(count) > self.freed(found[-1]):
@@ -95,19 +95,15 @@ class Hosting:
         return tuple(reversed(found))
 
     def hosted(self, count: int) -> tuple[ExpertLayer, ...]:
-        """Return the layers in host memory, where these are so many."""
+        """Return the layers in host memory."""
         return self.layers[len(self.layers) - count :]
-
-    def names(self, count: int) -> frozenset[str]:
-        """Return the names of the same."""
-        return frozenset(layer.name for layer in self.hosted(count))
 
     def slots(self, count: int) -> int:
         """Return the bytes of the slots."""
         return slots_nbytes(self.hosted(count))
 
     def freed(self, count: int) -> int:
-        """Return the bytes of the device that so many layers in host memory free, less slots."""
+        """Return the bytes of the device that are freed, less slots."""
         return sum(layer.nbytes for layer in self.hosted(count)) - self.slots(count)
 
     def host_nbytes(self, count: int) -> int:
@@ -116,17 +112,12 @@ class Hosting:
 
     def copies(self, count: int) -> float:
         """Return the seconds that the copies of a step take."""
-        return sum(map(sum, self._copied(count)))
+        return sum(self._copied(count))
 
     def computing(self, saved: Mapping[str, float]) -> float:
-        """Return the seconds that a step computes.
-
-        `saved` is the part of a decoder layer's recomputation that it does not need.
-        """
-        return sum(
-            seconds * (1 - RECOMPUTED * saved.get(name, 0.0))
-            for name, seconds in self.seconds.items()
-        )
+        """Return the seconds that a step computes."""
+        every = self.seconds.items()
+        return sum(took * (1 - RECOMPUTED * saved.get(name, 0.0)) for name, took in every)
 
     def waiting(self, count: int, saved: Mapping[str, float]) -> float:
         """Return the seconds of copies that computing does not hide."""
@@ -135,7 +126,7 @@ class Hosting:
             seconds = self.seconds.get(layer.name, 0.0)
             forward += seconds * RECOMPUTED
             backward += seconds * (1 - RECOMPUTED - RECOMPUTED * saved.get(layer.name, 0.0))
-        copied, again = map(sum, self._copied(count))
+        copied, again = self._copied(count)
         return max(copied - forward, 0.0) + max(again - backward, 0.0)
 
     def step(self, count: int, saved: Mapping[str, float]) -> float:
@@ -151,9 +142,10 @@ class Hosting:
             return f"{said}hidden by {computing:.2g} s of computing"
         return f"{said}of which {waiting:.2g} s are not hidden by {computing:.2g} s of computing"
 
-    def _copied(self, count: int) -> tuple[list[float], list[float]]:
+    def _copied(self, count: int) -> tuple[float, float]:
+        """Return the seconds of a forward's copies, and of a backward's."""
         each = [layer.slot / self.pace.link for layer in self.hosted(count)]
-        return each[SLOTS:], each[: max(count - SLOTS, 0)]
+        return sum(each[SLOTS:]), sum(each[: max(count - SLOTS, 0)])
 
 
 def slots_nbytes(layers: Sequence[ExpertLayer]) -> int:

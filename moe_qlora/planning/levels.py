@@ -1,21 +1,17 @@
 """How much a decoder layer keeps between forward and backward: levels, and how to run each.
 
-    recompute     its input; backward computes the layer again
-    experts       also what the experts save for backward: of all in a layer, what saves most time a
-                  byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
-    attention     also attention's output and its log-sum-exp (7 us a MB)
-    narrow projections
-                  also the outputs of Linear layers that give out fewer features than they take:
-                  most sum over many, as attention's output does (6 us)
-    projections   also the outputs of the other Linear layers (3 us)
-    keep          all that backward needs; nothing is computed again (norms, rotary embedding,
-                  casts: 1 us a MB)
+    recompute   its input; backward computes the layer again
+    part        also what the experts save for backward, attention's output and its log-sum-exp:
+                half of the bytes of all, for three quarters of the recomputation
+    attention   the same without the experts: "part" of long sequences (choice.py)
+    keep        all that backward needs; nothing is computed again
 
-In long sequences "attention alone", without what the experts save, is in the place of "experts".
-A layer on one of those in between is a non-reentrant checkpoint that keeps tensors: as outputs
-of operators, but those of the experts by `experts/kept.py`, since they come from an
-`autograd.Function`. In code of torch.compile all are operators, and the compiler decides what else
-is cheaper kept.
+The two in the middle are torch's selective checkpointing: a set of operators whose outputs are
+kept, and an error where one was changed in place. In code of torch.compile these are all
+operators. An eager layer has it around each attention alone: torch refuses a recomputation that
+calls any operator more often than the forward did, as experts do whose workspace has grown
+meanwhile. Experts there hand their tensors over themselves (experts/kept.py), since they come from
+an `autograd.Function`.
 """
 
 from __future__ import annotations
@@ -23,29 +19,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
-from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from ..experts.kept import is_in_experts, kept_tensors
+from ..experts.kept import kept_tensors
 from . import choice
 
-RECOMPUTE, EXPERTS, ATTENTION, NARROW, PROJECTIONS, KEEP = LEVELS = choice.LEVELS
-ATTENTION_ALONE = choice.ATTENTION_ALONE
-EVERY = (RECOMPUTE, EXPERTS, ATTENTION_ALONE, ATTENTION, NARROW, PROJECTIONS, KEEP)
-"""All levels; those between the first and the last keep a part."""
-
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+RECOMPUTE, PART, ATTENTION, KEEP = LEVELS = choice.LEVELS
 
 _ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention",
@@ -55,25 +44,13 @@ _ATTENTION_OPERATORS = (
     "aten::_flash_attention_forward",
     "moe_qlora::planned_attention",
     "moe_qlora::segment_attention",
+    "flex_attention",  # a higher-order operator, without a namespace in its name
 )
-_EXPERTS_LAYER = "moe_qlora::experts_layer"
-_EXPERTS_PROJECTION = "moe_qlora::experts_projection"  # its last argument: whether it is kept
-_TOP_K = "aten::topk"
-"""Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
-_FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
+_ATTENTIONS = ("scaled_dot_product_attention", "planned_attention", "segment_attention")
+"""Functions of eager layers that call these operators. Flex attention there is compiled alone."""
 
 _OF_TOKENS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 """Dimensions of lengths, in arguments of so many dimensions: offsets, positions, hidden, masks."""
-
-_PRODUCTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
-    "aten::mm": lambda args: (args[0].shape[-1], args[1].shape[-1]),
-    "aten::addmm": lambda args: (args[1].shape[-1], args[2].shape[-1]),
-    "bitsandbytes::gemm_4bit": lambda args: (args[0].shape[-1], args[2][0]),
-}
-"""Operators of Linear layers: arguments -> features that they sum over, and that they give out."""
-_LEAST_INNER = 256
-"""Least inner dimension of a product that is kept: an element takes two operations for each, so
-those of LoRA's second factor are quicker computed than read."""
 
 
 def compute(
@@ -88,7 +65,7 @@ def compute(
     """Compute a layer's function so that it keeps what its level keeps.
 
     Args:
-        level: One of `EVERY`.
+        level: One of `LEVELS`.
         function: Called as `function(*args, **kwargs)`.
         args: Tensors that the layer's gradients flow to are among these.
         kwargs: Other arguments.
@@ -103,27 +80,11 @@ def compute(
         return function(*args, **kwargs)
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if torch.compiler.is_compiling():
-        if level != RECOMPUTE:
-            how["context_fn"] = _COMPILED[level]
-        return checkpoint(call, *args, **how)
-    try:
-        return checkpoint(call, *args, context_fn=lambda: _contexts(level, recomputing), **how)
-    except BaseException as error:
-        _end_checkpoint(error.__traceback__, call.__code__)
-        raise
-
-
-def _end_checkpoint(trace: TracebackType | None, call: CodeType) -> None:
-    """Take a failed checkpoint's hooks off the tensors that others save.
-
-    Before torch 2.13 a frame of `checkpoint` holds the generator that does, as long as the error is
-    handled: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/utils/checkpoint.py#L508
-    """
-    frames = trace.tb_next if trace else None
-    while frames and frames.tb_frame.f_code is not call:
-        frames.tb_frame.clear()
-        frames = frames.tb_next
+    if not torch.compiler.is_compiling():
+        how["context_fn"] = lambda: _contexts(level, recomputing())
+    elif level != RECOMPUTE:
+        how["context_fn"] = _part if level == PART else _attention
+    return checkpoint(call, *args, **how)
 
 
 def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
@@ -133,34 +94,35 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     router may choose other experts. One compilation serves rows of all lengths.
     """
     whole = _compile(own) if compiles else own
-    parts: dict[str, Callable[..., Any]] = {}
+    part = _compile(compute) if compiles else compute
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if compiles and torch.is_grad_enabled():
             args = _alike(args, kwargs)
-        if not compiles or level in (RECOMPUTE, KEEP):
-            return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
-        if level not in parts:
-            parts[level] = _compile(_compute_of(level))
-        # Joined LoRA (train/joined_lora.py) holds a product on an object for the next layers, which
-        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
-        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-            return parts[level](level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
+        inner = level in (PART, ATTENTION)
+        does, function = (part, own) if inner else (compute, whole)
+        return does(level, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
     return run
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with guards that see that a parameter's `.data` changed, as by TRL's cast.
-
-    Before torch 2.13 Dynamo does not look at parameters of a dictionary that it saw in the call
-    before: code for fp32 adapters was run on bf16 ones, and read past their end.
-    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
-    """
     compiled = torch.compile(function)
+    how = {
+        # Before torch 2.13 Dynamo does not look at parameters of a dictionary that it saw in the
+        # call before: code for fp32 adapters ran on bf16 ones (TRL casts their `.data`), past
+        # their end. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        # Joined LoRA (train/joined_lora.py) holds a product on an object for the next layers, which
+        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
+        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+        # Versions of one function: `compute` has some for each class of layers. Then it runs
+        # eagerly, without an error.
+        "recompile_limit": 64,
+    }
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        with torch._dynamo.config.patch(how):
             return compiled(*args, **kwargs)
 
     return run
@@ -185,149 +147,79 @@ def _alike(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return args
 
 
-@cache
-def _compute_of(level: str) -> Callable[..., Any]:
-    """Return `compute` with code of its own for each level.
-
-    torch.compile counts its versions of a function by its code, and takes no more than eight.
-    """
-    code = compute.__code__.replace(co_name=f"compute_{level.replace(' ', '_')}")
-    copied = FunctionType(code, globals())
-    copied.__kwdefaults__ = compute.__kwdefaults__
-    return copied
-
-
-def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:
-    pairs: list[_Contexts] = [(nullcontext(), recomputing())]
-    if level not in (RECOMPUTE, ATTENTION_ALONE):
-        pairs.append(kept_tensors())
-    if level not in (RECOMPUTE, EXPERTS):
-        held: deque[Any] = deque()
-        pairs.append((_Keeps(level, held), _Returns(level, held)))
-    forward, again = zip(*pairs, strict=True)
-    return _All(forward), _All(again)
+def _contexts(
+    level: str, recomputing: AbstractContextManager[Any]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts for the forward of an eager layer's checkpoint and its recomputations."""
+    if level == RECOMPUTE:
+        return nullcontext(), recomputing
+    keeps, takes = kept_tensors() if level == PART else (nullcontext(), nullcontext())
+    held: deque[Any] = deque()
+    return _All(keeps, _KeepsAttention(held)), _All(recomputing, takes, _TakesAttention(held))
 
 
 class _All:
     """Several contexts, which may be entered again: torch recomputes once for each backward."""
 
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts
-        self.entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context)
-            self.entered.append(stack.pop_all())
+        self.stack = ExitStack()
+        for context in self.contexts:
+            self.stack.enter_context(context)
 
     def __exit__(self, *error: Any) -> None:
-        self.entered.pop().__exit__(*error)
+        self.stack.__exit__(*error)
 
 
-def _keeps(level: str, operator: Any, args: Sequence[Any]) -> bool:
-    """Whether a level keeps an operator's output, that of the experts apart."""
-    name = _name(operator)
-    if name in _ATTENTION_OPERATORS or name == _FLEX:
-        return level != EXPERTS
-    if level not in (NARROW, PROJECTIONS) or name not in _PRODUCTS:
-        return False
-    inner, outer = _PRODUCTS[name](args)
-    return bool(inner >= _LEAST_INNER and (level == PROJECTIONS or outer < inner))
+class _KeepsAttention(TorchFunctionMode):
+    """Runs each attention in the first of two selective contexts, and leaves the second."""
 
-
-@cache
-def _name(operator: Any) -> str:
-    name: str = operator.name()
-    return name.partition(".")[0]
-
-
-_AUTOCAST = [
-    ("cpu", torch._C.DispatchKey.AutocastCPU),
-    ("cuda", torch._C.DispatchKey.AutocastCUDA),
-]
-"""Devices that experts compute on, and the keys of their autocast in torch's dispatcher."""
-
-
-class _LayerMode(TorchDispatchMode):
-    """Sees the operators of a layer that is not compiled, apart from those of its experts.
-
-    torch's own selective checkpointing refuses a recomputation that calls any operator more often
-    than the forward did, as experts do whose workspace has grown meanwhile.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, level: str, held: deque[Any]) -> None:
+    def __init__(self, held: deque[Any]) -> None:
         super().__init__()
-        self.level, self.held = level, held
-        self.autocast: list[Any] = []
+        self.held = held
 
-    def __enter__(self) -> Any:
-        self.autocast = [key for device, key in _AUTOCAST if torch.is_autocast_enabled(device)]
-        return super().__enter__()
+    def context(self) -> AbstractContextManager[Any]:
+        forward, again = _attention()
+        self.held.append(again)
+        return forward
 
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator under autocast, as it runs without a mode.
-
-        Under one, torch leaves autocast out of operators whose kernels are written in Python, such
-        as bitsandbytes' on a CPU: they would compute in float32, and results depend on the level.
-        """
-        if not self.autocast or func.namespace == "aten":
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _ATTENTIONS:
             return func(*args, **(kwargs or {}))
-        for key in self.autocast:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        try:
+        with self.context():
             return func(*args, **(kwargs or {}))
-        finally:
-            for key in self.autocast:
-                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of the layer run compiled."""
-        return True
-
-    def is_kept(self, func: Any, args: Any) -> bool:
-        """Whether this operator's output is kept."""
-        return not is_in_experts() and _keeps(self.level, func, args)
 
 
-class _Keeps(_LayerMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self.run(func, args, kwargs)
-        if self.is_kept(func, args):
-            # A copy: the model, a hook or a kernel may change the output in place, and an alias has
-            # no version that tells (`aten::_unsafe_view` of a Linear layer's output has its own).
-            self.held.append(tree_map_only(Tensor, Tensor.clone, out))
-        return out
+class _TakesAttention(_KeepsAttention):
+    def context(self) -> AbstractContextManager[Any]:
+        # A second backward of the same forward computes it again.
+        return self.held.popleft() if self.held else nullcontext()
 
-
-class _Returns(_LayerMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.held.clear()  # of a recomputation that ended early; the next one starts at the first
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.held and self.is_kept(func, args):
-            return self.held.popleft()
-        return self.run(func, args, kwargs)
+
+def _part() -> Any:
+    return create_selective_checkpoint_contexts(_of_part)
 
 
-def _compiled(level: str) -> Callable[[], Any]:
-    """Return what makes a checkpoint's contexts for a level in compiled code."""
-
-    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = _name(operator)
-        experts = name == _EXPERTS_LAYER or (name == _EXPERTS_PROJECTION and args[-1])
-        keeps = (
-            (experts and level != ATTENTION_ALONE)
-            or name == _TOP_K
-            or _keeps(level, operator, args)
-        )
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return lambda: create_selective_checkpoint_contexts(policy)
+def _attention() -> Any:
+    return create_selective_checkpoint_contexts(_of_attention)
 
 
-_COMPILED = {level: _compiled(level) for level in EVERY[1:-1]}
+def _of_part(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operator.name().partition(".")[0]
+    # A projection's last argument says whether it is kept.
+    experts = "moe_qlora::experts_layer", "moe_qlora::experts_projection"
+    if name == experts[0] or (name == experts[1] and args[-1]):
+        return CheckpointPolicy.MUST_SAVE
+    return _of_attention(ctx, operator)
+
+
+def _of_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    # Top-k in compiled code: computed again by other fused kernels, it may choose other experts.
+    kept = operator.name().partition(".")[0] in (*_ATTENTION_OPERATORS, "aten::topk")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

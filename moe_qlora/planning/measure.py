@@ -9,9 +9,8 @@ Gradients, random numbers, and the mode of modules stay as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,33 +48,29 @@ class MeasuredModel:
         self.itemsize = max((p.itemsize for p in self.trained), default=4)
         self.device = next(iter(self.trained), next(model.parameters())).device
 
-    def step(
-        self,
-        batch: int,
-        seq: int,
-        *,
-        holds: bool = False,
-        loss: Loss | None = None,
-    ) -> tuple[Activity, ...]:
+    def step(self, batch: int, seq: int, *, loss: Loss | None = None) -> tuple[Activity, ...]:
         """Run one step; return what each block does, in running order.
 
-        With `holds`, what layers are given is alive in their backward whether they need it or not:
-        layers before them that are computed again hold it. `loss` computes the loss in place of the
-        model.
+        What layers are given is alive in their backward whether they need it or not, as where
+        layers before them are computed again. `loss` computes the loss in place of the model.
         """
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
-        run = partial(self._run, holds=holds, loss_of_batch=loss)
         if self.device.type == "cuda":
-            run(ids)  # For what kernels and libraries allocate once
-            return run(ids)
+            self._run(ids, loss)  # For what kernels and libraries allocate once
+            return self._run(ids, loss)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        busiest = run(torch.zeros_like(ids))
-        most = zip(run(ids), busiest, strict=True)
-        return tuple(_larger(first, second) for first, second in most)
+        most = zip(self._run(ids, loss), self._run(torch.zeros_like(ids), loss), strict=True)
+        return tuple(
+            Activity(
+                a.name,
+                *map(max, (a.saved, a.forward, a.backward), (b.saved, b.forward, b.backward)),
+            )
+            for a, b in most
+        )
 
-    def _run(self, ids: Tensor, holds: bool, loss_of_batch: Loss | None) -> tuple[Activity, ...]:
+    def _run(self, ids: Tensor, loss_of_batch: Loss | None) -> tuple[Activity, ...]:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
         anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -90,7 +85,7 @@ class MeasuredModel:
                 # What Dynamo sees first under such a mode, it would never compile.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(tracker)
-            stack.enter_context(self._holding() if holds else nullcontext())
+            stack.enter_context(self._holding())
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
@@ -172,13 +167,6 @@ def _with_trained(base: nn.Module, block: Block) -> Block:
     nbytes = sum(parameter.nbytes for parameter in trained)
     numels = tuple(parameter.numel() for parameter in trained)
     return replace(block, other=block.other - nbytes, trained=numels)
-
-
-def _larger(first: Activity, second: Activity) -> Activity:
-    sizes = ("saved", "forward", "backward")
-    return replace(
-        first, **{name: max(getattr(first, name), getattr(second, name)) for name in sizes}
-    )
 
 
 class _Tensors(MemoryTracker):

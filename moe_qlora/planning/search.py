@@ -59,7 +59,7 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
             workspace = max(workspace, more)
         choice = choices.most_kept(activities, fits) or none
     peak, use = fullest(choice)
-    times = 1.0 if choice is none else choices.gain(activities, choice)
+    times = 1.0 if choice is none else choices.gain(choice)
     saved = choices.saved_by(choice)
     found = choice.layers(hosting)
     return PlannedFit(found, peak, _needed(peak), use.capacity, times, hosting, saved)

@@ -1,8 +1,9 @@
 """`moe_qlora.fit_memory`: keep as many activations as the memory holds, and compute the rest again.
 
-It measures what each block allocates on each level, on this very model (planning/measure.py),
-chooses by arithmetic that `plan` prints too (planning/choice.py, planning/hosting.py), sets it on
-the layers (layers.py), checks it against the first steps, and undoes it.
+It measures what each block allocates on each of three levels, on this very model
+(planning/measure.py), chooses by arithmetic that `plan` prints too (planning/choice.py,
+planning/hosting.py), sets it on the layers (layers.py), checks it against the first steps, and
+undoes it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property, partial
+from itertools import starmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, check_numbers
 from ..layout import human_bytes, parse_bytes
@@ -29,7 +32,7 @@ from ..planning import levels
 from ..planning.attention import attended
 from ..planning.blocks import slot_nbytes
 from ..planning.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
-from ..planning.choice import ALL_KEPT, MORE_MEMORY, Choices, Ladder, LayerChoice, counted, sentence
+from ..planning.choice import MORE_MEMORY, Choices, Ladder, LayerChoice, counted, sentence
 from ..planning.devices import FRAGMENTATION, gpu_of_device, pace_of
 from ..planning.hosting import ExpertLayer, Hosting, Pace, operations
 from ..planning.measure import Loss, MeasuredModel
@@ -44,8 +47,6 @@ _GAPS_OF_EXPANDABLE = 0.02  # `FRAGMENTATION` where torch's allocator has expand
 _EXPANDABLE = " PYTORCH_ALLOC_CONF=expandable_segments:True in its environment leaves fewer gaps."
 _TOLERANCE = 1.03  # of the peak of the first steps over the planned one
 _STEPS_CHECKED = 3
-_PAIRS_ON_CPU = 1 << 29  # Of tokens in a measured step; one of 2^33 takes nine minutes
-_SHORT = 4096  # Tokens of a sequence, up to which attention takes less time than the rest
 
 
 def fit_memory(
@@ -58,11 +59,11 @@ def fit_memory(
 ) -> Fit:
     """Keep as many activations as the memory holds, and compute the rest again in backward.
 
-    A step then is as fast as this memory allows. For each decoder layer it decides whether to keep
-    all that backward needs, what the experts save, also what attention or Linear layers save, or
-    nothing but the layer's input. It measures a step of this model for that (two layers of each
-    kind run, a few times), so call it when the model is complete: after `get_peft_model`, Liger
-    and `layer.compile()`, before the training loop. Gradients are those of the same kernels.
+    A step then is as fast as this memory allows. Each decoder layer keeps all that backward needs,
+    a part (what the experts and attention save; in long sequences attention alone), or nothing but
+    its input. Steps of this model are measured for that (two layers of each kind run, a few times),
+    so call it when the model is complete: after `get_peft_model`, Liger and `layer.compile()`,
+    before the training loop. Gradients are those of the same kernels.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
@@ -146,31 +147,33 @@ class Fit:
         self._sizes = sizes  # Sequences, and tokens in each
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._steps = 0  # That were checked
-        self._given_back: Any = None  # The hook of `_give_back_once`
-        # Experts in host memory: what moved them there, and how many layers were there at first
+        self._undo = ExitStack()
         base = base_model(model)
         try:
             groups = expert_groups(base)
         except ConfigError:  # Packed by others: they stay where they are
             groups = {}
         self._offload = offload_of(groups)
-        self._hosted = 0 if self._offload is None else len(self._offload.layers)
-        self._expert_layers = tuple(_expert_layer(name, lists) for name, lists in groups.items())
+        hosted = 0 if self._offload is None else len(self._offload.layers)
+        if self._offload is not None:
+            self._undo.callback(self._offload.hold, hosted)
+        self._hosted, self._expert_layers = hosted, tuple(starmap(_expert_layer, groups.items()))
         self._runners = {name: runner_of(x) or LayerRunner(x) for name, x in layers.items()}
-        self._checkpointing: list[LayerRunner] = []  # Whose gradient checkpointing was on
         warned: list[str] = []
         promised = (1, math.prod(sizes)) if has_flat_rows(model) else sizes  # One row of all tokens
         for runner in self._runners.values():
+            self._undo.callback(runner.end)
+            self._undo.callback(setattr, runner, "level", None)
             runner.level, runner.promised, runner.warned = levels.RECOMPUTE, promised, warned
         self._switch_checkpointing_off()
         trunk = getattr(base, "base_model", base)
-        self._hook = trunk.register_forward_pre_hook(self._before_forward)
+        self._undo.callback(trunk.register_forward_pre_hook(self._before_forward).remove)
 
     def _switch_checkpointing_off(self) -> None:
         for runner in self._runners.values():
             if runner.layer.gradient_checkpointing:
                 runner.layer.gradient_checkpointing = False
-                self._checkpointing.append(runner)
+                self._undo.callback(setattr, runner.layer, "gradient_checkpointing", True)
 
     def _before_forward(self, trunk: nn.Module, _: Any) -> None:
         if trunk.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -181,22 +184,14 @@ class Fit:
 
     def _choose(self, memory: int | str | None) -> None:
         batch, seq = self._sizes
-        paced = _pace(self._device) if self._offload is not None else Pace()
+        pace = _pace(self._device) if self._offload is not None else Pace()
         # Ranks with other cards would choose by other paths.
-        paced = Pace(*(float(self._least(partial(int, x))) for x in (paced.link, paced.rate)))
+        pace = Pace(*(float(self._least(partial(int, x))) for x in (pace.link, pace.rate)))
 
         def keeps_all() -> int:
             self.memory = self._limit = _limit_of(memory, self._device)
-            if self._device.type == "cpu" and batch * seq * max(seq, _SHORT) > _PAIRS_ON_CPU:
-                raise ConfigError(
-                    f"fit_memory runs steps of batch_size={batch} x seq_len={seq} tokens to "
-                    "measure them, which takes many minutes on a CPU: take a smaller batch_size "
-                    "or seq_len, or ask moe-qlora plan, which runs nothing."
-                )
             slots = tuple if self._offload is None else self._offload.slot_memory
             measured = self._measured = MeasuredModel(self._model, slots)
-            settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
-            self._budget_of = partial(_budget, measured, settings)
             self._measure_once(levels.RECOMPUTE)
             ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
             names = tuple(name for name in self._runners if name in ran)
@@ -206,78 +201,50 @@ class Fit:
                     "step of text, which is what is measured."
                 )
             seconds = {
-                block.name: operations(block.active, batch * seq) / paced.rate
+                block.name: operations(block.active, batch * seq) / pace.rate
                 for block in measured.blocks
                 if block.name in ran
             }
-            could = self._could = Hosting(self._expert_layers, self._hosted, paced, seconds)
+            could = self._could = Hosting(self._expert_layers, self._hosted, pace, seconds)
             ladder = Ladder.of(attended(measured.base.config, seq))
             self._choices = Choices(names, ladder, could if could.most else None)
-            self._measure_once(ALL_KEPT)
+            self._measure_once(levels.KEEP)
             self._resident = _resident(measured, self._device, could.freed(could.most))
-            return int(self._needed_by_all(ALL_KEPT, last=True) <= self.memory)
+            return int(self._needed_at(last()) <= self.memory)
 
-        # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
+        def last() -> int:
+            return len(self._choices.path) - 1
+
+        # Where all can be kept, no part need be measured, which torch.compile takes long for.
         every = self._least(keeps_all)
-        last = len(self._choices.path) - 1
-        self._set(last if every else self._least(lambda: self._chosen(self.memory)))
+        self._set(last() if every else self._least(lambda: self._chosen(self.memory)))
 
     def _chosen(self, memory: int) -> int:
-        """Return the place on the path that so many bytes can hold.
-
-        torch.compile takes long for each level: where all layers can be on one, those below it
-        need no measurement, and where they cannot, those above it.
-        """
-        rising = self._choices.ladder.levels
-        lowest, highest = 0, len(rising) - 1
-        fits = self._needed_by_all(levels.RECOMPUTE) <= memory
-        if fits and self._needed_by_all(levels.RECOMPUTE, last=True) <= memory:
-            self._measure_once(levels.KEEP)
-        else:
-            highest = 0
-        while highest - lowest > 1:
-            middle = (lowest + highest) // 2
-            self._measure_once(rising[middle])
-            if self._needed_by_all(rising[middle]) <= memory:
-                lowest = middle
-            else:
-                highest = middle
-        meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
-        choice = self._choices.choose(
-            self._known,
-            lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
-            memory,
-            rising[highest],
-            (meant if memory < 1024 else "") + (MORE_MEMORY if fits else self._advice(memory)),
-            [self._needed_by_all(ALL_KEPT, last=True)],
-        )
-        return self._choices.path.index((choice.host, choice.steps))
+        """Return the last place on the path that so many bytes hold."""
+        path = self._choices.path
+        computed_again = (at for at, (_, steps) in enumerate(path) if not steps)
+        least = min(map(self._needed_at, computed_again))
+        if least > memory:
+            most = self._could.most
+            where = f" and has experts of {most} in host memory" if most else ""
+            meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
+            raise ConfigError(
+                f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes "
+                f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are "
+                f"missing. {meant if memory < 1024 else ''}{self._advice(memory)}"
+            )
+        self._measure_once(self._choices.ladder.levels[1])
+        return next(at for at in reversed(range(len(path))) if self._needed_at(at) <= memory)
 
     def _advice(self, memory: int) -> str:
-        every = self._could.freed(len(self._could.layers))
-        more = every - self._could.freed(self._could.most)
+        every = len(self._could.layers)
+        more = self._could.freed(every) - self._could.freed(self._could.most)
         if more <= 0 or self._needed(self._activities[levels.RECOMPUTE], every) > memory:
             return MORE_MEMORY
         return (
             f"moe_qlora.offload_experts(model) would free {more} bytes ({human_bytes(more)}), and "
             f"the step would fit. {MORE_MEMORY}"
         )
-
-    def _needed_by_all(self, level: str, *, last: bool = False) -> int:
-        """Return the bytes of a step with all layers on a level, at its first or last place."""
-        level_of_all = levels.KEEP if level == ALL_KEPT else level
-        steps = self._choices.ladder.levels.index(level_of_all) * len(self._choices.layers)
-        hosts = [host for host, done in self._choices.path if done == steps]
-        freed = self._could.freed(hosts[-1 if last else 0])
-        return self._needed(self._activities[level], freed)
-
-    @property
-    def _known(self) -> dict[str, tuple[Activity, ...]]:
-        """What blocks do on each level: on one that was not measured, as on the one above."""
-        known, above = dict(self._activities), self._activities[ALL_KEPT]
-        for level in reversed(self._choices.ladder.levels):
-            above = known.setdefault(level, above)
-        return known
 
     def _least(self, find: Callable[[], int]) -> int:
         """Return the least number that any rank finds; where one fails, all do."""
@@ -297,16 +264,15 @@ class Fit:
             raise ConfigError("fit_memory failed on another rank, whose error says why.")
         return found
 
-    def _measure_once(self, name: str) -> None:
-        if name in self._activities:
+    def _measure_once(self, level: str) -> None:
+        if level in self._activities:
             return
-        (batch, seq), level = self._sizes, levels.KEEP if name == ALL_KEPT else name
+        batch, seq = self._sizes
         for runner in self._runners.values():
             runner.level, runner.measured = level, True
         try:
-            holds = name == levels.KEEP
             with _trainers_autocast(self._measured):
-                done = self._measured.step(batch, seq, holds=holds, loss=self._loss)
+                done = self._measured.step(batch, seq, loss=self._loss)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -322,15 +288,34 @@ class Fit:
                 runner.measured = False
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-        self._activities[name] = done
+        self._activities[level] = done
 
-    def _needed(self, activities: tuple[Activity, ...], freed: int = 0) -> int:
-        """Return the bytes that a step needs, of which experts in host memory free some."""
-        planned = self._budget_of(activities)
+    def _needed_at(self, place: int) -> int:
+        choice = self._choices.at(self._choices.path[place], self._activities)
+        return self._needed(choice.activities, choice.host)
+
+    def _needed(self, activities: tuple[Activity, ...], host: int = 0) -> int:
+        """Return the bytes that a step needs with experts of so many layers in host memory."""
+        planned = self._budget(activities)
         peak = self._resident + planned.nbytes
         if self._is_recorded and self._device.type == "cuda":
-            peak = max(peak, self._with_graphs(activities, planned))
-        return self._with_gaps(peak - freed)
+            # Layers have a memory pool of their own. What they keep and work with is not shared
+            # with what the loss works with, nor with gradients, which come as activations go, and
+            # with one layer that runs to be recorded.
+            parts = COMPONENTS[: COMPONENTS.index("gradients")]
+            always = sum(planned.parts[name] for name in parts)
+            once = sum(parameter.nbytes for parameter in self._measured.trained)
+            once += self._work(activities, of_layers=True)
+            once = max(once, self._work(activities, of_layers=False))
+            graphed = self._resident + always + self._pool(activities) + _OF_GRAPHS + once
+            peak = max(peak, graphed)
+        return self._with_gaps(peak - self._could.freed(host))
+
+    def _budget(self, activities: tuple[Activity, ...]) -> Peak:
+        measured, (batch, seq) = self._measured, self._sizes
+        settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
+        blocks = [[block] for block in measured.blocks]
+        return StepBudget(blocks, activities, settings, measured.itemsize, library=0).peak()
 
     def _with_gaps(self, nbytes: int) -> int:
         return int(nbytes * (1 + self._gaps)) if self._device.type == "cuda" else nbytes
@@ -343,41 +328,23 @@ class Fit:
     def _is_recorded(self) -> bool:
         return any(runner.graphs is not None for runner in self._runners.values())
 
-    def _with_graphs(self, activities: tuple[Activity, ...], planned: Peak) -> int:
-        """Return the bytes of a step whose layers have a memory pool of their own.
-
-        What layers keep and work with is not shared with what the loss works with, nor with
-        gradients, which come as activations go, and with one layer that runs to be recorded.
-        """
-        always = sum(planned.parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
-        others = self._work(activities, of_layers=False)
-        gradients = sum(parameter.nbytes for parameter in self._measured.trained)
-        pool = self._pool(activities) + _OF_GRAPHS
-        once = self._work(activities, of_layers=True)
-        return self._resident + always + pool + max(others, gradients + once)
-
     def _pool(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that layers keep and work with."""
         return sum(a.saved for a in activities) + self._work(activities, of_layers=True)
 
     def _work(self, activities: tuple[Activity, ...], *, of_layers: bool) -> int:
         """Return the most bytes that one block works with, of decoder layers or of the others."""
-        work = [
-            max(a.forward, a.backward) - a.saved
-            for a in activities
-            if (a.name in self._runners) is of_layers
-        ]
-        return max(work, default=0)
+        some = (a for a in activities if (a.name in self._runners) is of_layers)
+        return max((max(a.forward, a.backward) - a.saved for a in some), default=0)
 
     def _set(self, place: int) -> None:
         self._place = place
-        choice = self._choices.at(self._choices.path[place], self._known)
-        freed = self._could.freed(choice.host)
+        choice = self._choices.at(self._choices.path[place], self._activities)
         self.layers = choice.layers(self._choices.hosting)
-        self.peak = self._resident + self._budget_of(choice.activities).nbytes - freed
-        self._needs = self._needed(choice.activities, freed)
-        self.gain = self._choices.gain(self._known, choice)
-        self._saved = self._choices.saved_by(choice)
+        self.peak = self._resident + self._budget(choice.activities).nbytes
+        self.peak -= self._could.freed(choice.host)
+        self._needs = self._needed(choice.activities, choice.host)
+        self.gain, self._saved = self._choices.gain(choice), self._choices.saved_by(choice)
         # A row without graphs may run while their memory stays reserved.
         pool = self._pool(choice.activities)
         both = self._needs + self._with_gaps(pool)
@@ -418,7 +385,6 @@ class Fit:
         )
         if less:
             self._keep_less(max(peak - self.peak, reserved - self._needs))
-            self._give_back_once()  # The next step runs without graphs again
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
@@ -433,40 +399,26 @@ class Fit:
         except ConfigError:
             place = 0
         self._set(min(place, self._place))
+        self._give_back_once()
 
     def _give_back_once(self) -> None:
-        """Give back the memory of the first backward, once a layer's gradients are there.
+        """Give back the memory of a step without graphs, before an optimizer makes its states.
 
-        That step ran without graphs. An optimizer makes its states next, and in gaps between them
-        would be memory that graphs cannot use.
+        In gaps between these would be memory that graphs cannot use.
         """
-        if self._given_back is not None:
-            self._given_back.remove()
-            self._given_back = None
-        layer = self._runners[self._choices.layers[0]].layer
-        trained = next((p for p in layer.parameters() if p.requires_grad), None)
-        if trained is None or not self._is_recorded:
-            return
+        waiting = [True]  # torch runs over its hooks: none may be removed meanwhile
 
-        def give_back(_: Any) -> None:
-            handle.remove()
-            torch.cuda.empty_cache()
+        def give_back(*_: Any) -> None:
+            if waiting:
+                waiting.clear()
+                torch.cuda.empty_cache()
 
-        self._given_back = handle = trained.register_post_accumulate_grad_hook(give_back)
+        if self._is_recorded:
+            self._undo.callback(register_optimizer_step_pre_hook(give_back).remove)
 
     def remove(self) -> None:
         """Let the layers run as before."""
-        self._hook.remove()
-        if self._given_back is not None:
-            self._given_back.remove()
-        for runner in self._checkpointing:
-            runner.layer.gradient_checkpointing = True
-        for runner in self._runners.values():
-            runner.level = None
-            runner.end()
-        self._checkpointing, self._runners = [], {}
-        if self._offload is not None:
-            self._offload.hold(self._hosted)
+        self._undo.close()
 
     def __enter__(self) -> Fit:
         return self
@@ -578,8 +530,3 @@ def _trainers_autocast(measured: MeasuredModel) -> Any:
         known = str(dtype)  # Adapters in float32, as PEFT makes them, are for autocast
     named = {"bf16": torch.bfloat16, "fp16": torch.float16, "torch.bfloat16": torch.bfloat16}
     return torch.autocast(device.type, named[known]) if known in named else nullcontext()
-
-
-def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:
-    blocks = [[block] for block in measured.blocks]
-    return StepBudget(blocks, activities, settings, measured.itemsize, library=0).peak()

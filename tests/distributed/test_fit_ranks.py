@@ -39,7 +39,7 @@ def ways(rank: int, world: int, memories: tuple[int, int], least: int) -> dict[s
     def trained(before: Any, after: Any) -> Any:
         model = before(adapted())
         fit = fitted(model, memories[rank])
-        levels = [layer.level for layer in fit.layers]
+        levels = [layer.activations for layer in fit.layers]
         return levels, train(after(model), batches(), rank, world)
 
     def same(model: Any) -> Any:
@@ -80,7 +80,7 @@ def ranks() -> Any:
 def test_all_ranks_decide_alike_and_train_as_one(ranks: Any, way: str) -> None:
     expected = train(adapted(), batches())
     for levels, losses in (rank[way] for rank in ranks):
-        assert levels == ["experts", "attention"]  # what fits the smaller memory
+        assert levels == ["part", "keep"]  # what fits the smaller memory
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.memory.test_choice import MEASURED, model_of, needed
 
-from moe_qlora.planning.choice import LEVELS, Choice, Choices, counted, sentence
+from moe_qlora.planning.choice import Choice, Choices, sentence
 from moe_qlora.planning.devices import GPUS, gpu_of_device, pace_of
 from moe_qlora.planning.hosting import ExpertLayer, Hosting, Pace, operations
+from tests.unit.planning.test_choice import MEASURED, model_of, needed, ranks
 
 MB = 1 << 20
 
@@ -74,10 +74,7 @@ def test_only_numbers_that_free_more_than_less_of_them_are_chosen(sizes):
         if all(hosting.freed(count) > hosting.freed(less) for less in range(count))
     ]
     assert list(hosting.counts) == [*reversed(better), 0]
-
-
-def test_one_or_two_layers_free_nothing():
-    assert hosting_of([5] * 5).counts == (5, 4, 3, 0)
+    assert hosting_of([5] * 5).counts == (5, 4, 3, 0)  # One or two layers free nothing
     assert hosting_of([5] * 5, most=2).counts == (0,)
 
 
@@ -89,7 +86,7 @@ def choices_of(hosting):
 def orders(hosting):
     places = choices_of(hosting).path
     assert places[0] == (hosting.counts[0], 0)
-    assert places[-1] == (0, (len(LEVELS) - 1) * len(hosting.layers))
+    assert places[-1] == (0, 2 * len(hosting.layers))
     for (host, steps), (fewer, more) in pairwise(places):
         assert (fewer < host) != (more > steps) and more - steps in (0, 1)
     return places
@@ -97,11 +94,9 @@ def orders(hosting):
 
 def test_hidden_copies_leave_memory_to_activations_and_slow_ones_bring_experts_first():
     hidden = orders(hosting_of([MB] * 6, link=1e12))
-    assert [host for host, _ in hidden] == [6] * 31 + [5, 4, 3, 0]
+    assert [host for host, _ in hidden] == [6] * 13 + [5, 4, 3, 0]
     slow = orders(hosting_of([MB] * 6, link=1e3))
-    assert [steps for _, steps in slow] == [0] * 5 + list(range(1, 31))
-    layers = tuple(f"layers.{i}" for i in range(6))
-    assert Choices(layers, MEASURED).path == tuple((0, steps) for steps in range(31))
+    assert [steps for _, steps in slow] == [0] * 5 + list(range(1, 13))
 
 
 def test_between_the_two_what_saves_more_time_a_byte_comes_first():
@@ -112,47 +107,40 @@ def test_between_the_two_what_saves_more_time_a_byte_comes_first():
     # left, those that are still there from the pass before.
     assert [steps for _, steps in orders(hosting)][:36] == [0] * 36
     faster = hosting_of([size] * 40, link=size / (1.1 * 0.26 * seconds), seconds=seconds)
-    # One of 2.86 ms: 0.26 ms are not hidden, 2.5 us a MB: after experts' and attention's 8 and 7,
-    # before the products' 3.
-    places = orders(faster)
-    brought = next(steps for (host, steps) in places if host < 40)
-    assert 2 * 40 <= brought <= 4 * 40
+    # One of 2.86 ms: 0.26 ms are not hidden, 2.5 us a MB: after the part's 7.7, before 2.4.
+    assert next(steps for host, steps in orders(faster) if host < 40) == 40
 
 
-sizes = st.lists(st.tuples(*[st.integers(0, 50)] * len(LEVELS)), min_size=1, max_size=5)
+sizes = st.lists(st.tuples(*[st.integers(0, 50)] * 3), min_size=1, max_size=5)
 
 
 @settings(deadline=None, max_examples=100)
 @given(sizes, st.lists(st.integers(1, 60), min_size=5, max_size=5), st.data())
 def test_a_larger_memory_never_computes_again_or_copies_more(saved, experts, data):
     choices, activities = model_of(saved)
-    layers, link = choices.layers, data.draw(st.floats(1e-2, 1e12))
-    hosting = hosting_of(experts[: len(saved)], link=link)
+    experts = experts[: len(saved)]
+    hosting = hosting_of(experts, link=data.draw(st.floats(1e-2, 1e12)))
     choices = replace(choices, hosting=hosting)
 
     def total(choice):
-        return needed(choice.activities) + sum(experts[: len(saved)]) - hosting.freed(choice.host)
+        return needed(choice.activities) + sum(experts) - hosting.freed(choice.host)
 
-    least = needed(activities["recompute"]) + sum(experts[: len(saved)])
-    least -= hosting.freed(hosting.counts[0])
+    def most(limit):
+        return choices.most_kept(activities, lambda choice: total(choice) <= limit)
+
+    least = needed(activities["recompute"]) + sum(experts) - hosting.freed(hosting.counts[0])
     small, large = sorted(least + data.draw(st.integers(0, 1200)) for _ in range(2))
-    less, more = (choices.choose(activities, total, limit) for limit in (small, large))
+    less, more = most(small), most(large)
     assert total(less) <= small and total(more) <= large
     assert less.host >= more.host
-    rank = LEVELS.index
-    assert all(rank(less.levels[name]) <= rank(more.levels[name]) for name in layers)
+    assert all(a <= b for a, b in zip(ranks(choices, less), ranks(choices, more), strict=True))
     for choice in (less, more):
         hosted = [layer.experts for layer in choice.layers(hosting)]
-        assert hosted == ["device"] * (len(layers) - choice.host) + ["host"] * choice.host
+        assert hosted == ["device"] * (len(saved) - choice.host) + ["host"] * choice.host
 
 
 def test_the_sentence_says_what_is_where_and_what_copies_cost():
     hosting = hosting_of([256 * MB] * 4, link=256 * MB)
-    activities = model_of([(1, 2, 3, 4, 5)] * 4)[1]
-    choice = choices_of(hosting).choose(activities, lambda choice: 0, 1, "recompute")
-    assert choice.host == 0  # All fit
-    hosted = [*choice.layers()][:1]
-    assert counted(hosted)["host"] == 0
     counts = {"keep": 1, "part": 1, "recompute": 2, "host": 4}
     said = sentence(counts, 3 << 29, 80 << 30, 1.5, hosting, {})
     assert said == (
@@ -168,9 +156,8 @@ def test_the_sentence_says_what_is_where_and_what_copies_cost():
 
 def test_the_gain_is_against_copying_all_and_computing_all_again():
     choices = choices_of(hosting_of([10] * 4, link=10))
-    keeps = Choice(16, dict.fromkeys(choices.layers, "keep"), ())
-    assert choices.saved_by(keeps) == dict.fromkeys(choices.layers, 1.0)
-    assert choices.gain({}, keeps) == pytest.approx((5 + 0.96) / (5 - 4 * 0.26))
+    keeps = Choice(dict.fromkeys(choices.layers, "keep"), ())
+    assert choices.gain(keeps) == pytest.approx((5 + 0.96) / (5 - 4 * 0.26))
 
 
 def test_paces_of_cards():
@@ -186,15 +173,10 @@ def test_paces_of_cards():
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("NVIDIA H200", "H200"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA A10G", "A10G"),
         ("NVIDIA A10", "A10"),
         ("Tesla T4", "T4"),
         ("AMD Instinct MI300X", None),

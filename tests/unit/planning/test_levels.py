@@ -6,18 +6,18 @@ from collections import Counter
 from functools import partial
 from itertools import chain
 
-import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts.kept import in_experts, pop_saved, save
+from moe_qlora.experts.kept import pop_saved, save
 from moe_qlora.planning import levels
-from moe_qlora.planning.levels import EVERY, compute
+from moe_qlora.planning.levels import LEVELS, compute
 from moe_qlora.testing import tiny_model
 
 
@@ -33,10 +33,12 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradient(level, layer, x):
+def gradient(level, layer, x, times=1):
     x = x.clone().requires_grad_()
     with Counts() as counts:
-        compute(level, layer, (x,), {}).square().sum().backward()
+        out = compute(level, layer, (x,), {}).square().sum()
+        for _ in range(times):
+            out.backward(retain_graph=times > 1)
     return x.grad, counts.runs
 
 
@@ -45,133 +47,59 @@ def attention(x):
     return torch.sin(F.scaled_dot_product_attention(heads, heads.cos(), heads.sin())).reshape(-1)
 
 
-@pytest.mark.parametrize("level", EVERY)
+@pytest.mark.parametrize("level", LEVELS)
 def test_attention_runs_once_where_it_is_kept_and_gradients_are_the_same(level):
     x = torch.randn(120)
     expected, _ = gradient("keep", attention, x)
     found, runs = gradient(level, attention, x)
     assert torch.equal(found, expected)
     attentions = runs["_scaled_dot_product_flash_attention_for_cpu"]
-    assert attentions == (2 if level in ("recompute", "experts") else 1)
+    assert attentions == (2 if level == "recompute" else 1)
     assert runs["tanh"] == (1 if level == "keep" else 2)
 
+    def two(x):
+        return attention(attention(x))
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("level", EVERY)
-def test_outputs_of_linear_layers_are_kept_but_those_of_loras_second_factor(level, bias):
-    torch.manual_seed(0)
-    base, first = torch.nn.Linear(256, 300, bias=bias), torch.nn.Linear(256, 8, bias=False)
-    second = torch.nn.Linear(8, 300, bias=False)
-
-    def layer(x):
-        inner = torch.tanh(x).view(5, 256)
-        return torch.sin(base(inner) + second(first(inner)) * torch.cos(inner).sum()).flatten()
-
-    x = torch.randn(5 * 256)
-    expected, _ = gradient("keep", layer, x)
-    found, runs = gradient(level, layer, x)
-    assert torch.equal(found, expected)
-    _, once = gradient("keep", layer, x)
-    # Of 300 and 8 features from 256, "narrow projections" keeps the 8.
-    again = {"narrow projections": 2, "projections": 1, "keep": 0}.get(level, 3)
-    assert sum(runs[name] - once[name] for name in ("mm", "addmm")) == again
+    assert torch.equal(gradient(level, two, x, times=2)[0], gradient("keep", two, x, times=2)[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*gemm_4bit")
-@pytest.mark.parametrize("features", [64, 512])
-@pytest.mark.parametrize("level", EVERY)
-def test_outputs_of_4_bit_linear_layers_are_kept(level, features):
-    torch.manual_seed(0)
-    made = bnb.nn.Linear4bit(256, features, bias=False, compute_dtype=torch.float32)
-    made.to("cpu")
+@pytest.mark.parametrize("level", LEVELS)
+def test_other_outputs_may_change_in_place_and_attention_that_does_is_an_error(level):
+    """As in OLMoE with `clip_qkv`."""
+    base = torch.nn.Linear(256, 300)
 
-    def layer(x):
-        return torch.sin(made(torch.tanh(x).view(5, 256))).flatten()
-
-    x = torch.randn(5 * 256)
-    expected, once = gradient("keep", layer, x)
-    found, runs = gradient(level, layer, x)
-    assert torch.equal(found, expected)
-    kept = level in ("projections", "keep") or (level == "narrow projections" and features == 64)
-    name = "bitsandbytes::gemm_4bit"
-    assert once[name] == 1 and runs[name] == (1 if kept else 2)
-
-
-def test_what_experts_compute_is_not_kept_as_an_output_of_a_linear_layer():
-    """A recomputation does not call it again: its place is another product's."""
-    weight = torch.randn(256, 256)
-    again = []
-
-    def layer(x):
-        x = torch.tanh(x).view(5, 256)
-        with in_experts():
-            saved = pop_saved()
-            again.append(saved is not None)
-            if saved is None:
-                save(saved := [x.detach() @ weight])
-        return torch.sin(torch.sin(x + saved[0]) @ weight.t()).flatten()
-
-    x = torch.randn(5 * 256)
-    names = ("projections", "recompute", "attention alone")
-    found = [gradient(level, layer, x)[0] for level in names]
-    assert again == [False, True, False, False, False, False]
-    assert torch.equal(*found[:2]) and torch.equal(*found[1:])
-
-
-@pytest.mark.parametrize("level", EVERY)
-def test_outputs_that_are_kept_may_be_changed_in_place(level):
-    """As OLMoE with `clip_qkv` does, hooks, and kernels that no version counter tells of."""
-    torch.manual_seed(0)
-    base, narrow = torch.nn.Linear(256, 300), torch.nn.Linear(256, 8)
-
-    def layer(x):
+    def layer(x, change=lambda out: out):
         inner = torch.tanh(x).view(5, 256)
         wide = base(inner).clamp_(-0.1, 0.1)
-        wide.data.mul_(3)
         heads = inner.view(1, 2, 5, 128)
         out = F.scaled_dot_product_attention(heads, heads, heads)
-        return torch.sin(torch.cat([wide, narrow(inner).mul_(2)], 1)).sum() * out.flatten()
+        return torch.sin(wide).sum() * change(out).exp().flatten()
 
     x = torch.randn(5 * 256)
     expected, _ = gradient("keep", layer, x)
     assert torch.equal(gradient(level, layer, x)[0], expected)
+    if level in ("part", "attention"):
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            gradient(level, partial(layer, change=lambda out: out.mul_(2)), x)
 
 
-def test_compiled_code_keeps_the_first_projection_of_experts_alone():
-    """As eager code does, which plans count: the second one's rows are as many as assignments."""
-    model = tiny_model("qwen3_moe", num_hidden_layers=1)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    experts, x = model.model.layers[0].mlp.experts, torch.randn(6, 64, requires_grad=True)
-    index, weights = torch.arange(12).view(6, 2) % 4, torch.rand(6, 2)
-    kept = []
-
-    class Notes(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            policy = levels._COMPILED[levels.EXPERTS]()[0].policy_fn
-            if policy(None, func, *args) == CheckpointPolicy.MUST_SAVE:
-                kept.append((str(func), args[0].shape))
-            return func(*args, **(kwargs or {}))
-
-    with pytest.MonkeyPatch.context() as patch, Notes():
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        experts(x, index, weights)
-    assert kept == [("moe_qlora.experts_projection.default", (12, 64))]
-
-
-def test_what_experts_kept_is_not_taken_once_it_was_changed_in_place():
+def test_experts_hand_over_what_they_save_unless_it_was_changed_in_place():
     again = []
 
-    def layer(x):
+    def layer(x, change):
         saved = pop_saved()
         again.append(saved is not None)
         if saved is None:
             save(saved := [x.detach() * 3])
-        return saved[0].mul_(2) * x
+        return (saved[0].mul_(2) if change else saved[0]) * x
 
     x = torch.randn(120)
-    expected, _ = gradient("keep", layer, x)
-    assert torch.equal(gradient("experts", layer, x)[0], expected)
-    assert again == [False, False, False]
+    for change, level, taken in ((0, "part", True), (0, "attention", False), (1, "part", False)):
+        own = partial(layer, change=change)
+        expected, _ = gradient("keep", own, x)
+        again.clear()
+        assert torch.equal(gradient(level, own, x)[0], expected)
+        assert again == [False, taken]
 
 
 def test_a_recomputation_may_call_operators_that_the_forward_did_not():
@@ -186,37 +114,53 @@ def test_a_recomputation_may_call_operators_that_the_forward_did_not():
 
     x = torch.randn(120)
     expected, _ = gradient("keep", lambda x: attention(x.exp()), x)
-    assert torch.equal(gradient("attention", layer, x)[0], expected)
+    assert torch.equal(gradient("part", layer, x)[0], expected)
     assert len(calls) == 2
 
 
-def suspended(function, *args, **how):
-    """torch's checkpoint before 2.13, which a failed function leaves between these two steps."""
+def test_compiled_code_keeps_the_first_projection_of_experts_alone():
+    """As eager code does, which plans count: the second one's rows are as many as assignments."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    experts, x = model.model.layers[0].mlp.experts, torch.randn(6, 64, requires_grad=True)
+    index, weights = torch.arange(12).view(6, 2) % 4, torch.rand(6, 2)
+    kept = []
 
-    def hooks():
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x + 1, lambda x: x):
-            yield
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for level, policy in (("part", levels._of_part), ("attention", levels._of_attention)):
+                if policy(None, func, *args) == CheckpointPolicy.MUST_SAVE:
+                    kept.append((level, str(func), args[0].shape))
+            return func(*args, **(kwargs or {}))
 
-    generator = hooks()
-    next(generator)
-    result = function(*args)
-    next(generator, None)
-    return result
+    with pytest.MonkeyPatch.context() as patch, Notes():
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        experts(x, index, weights)
+    assert kept == [("part", "moe_qlora.experts_projection.default", (12, 64))]
 
 
-@pytest.mark.parametrize("function", [checkpoint, suspended])
-def test_a_layer_that_fails_leaves_no_hooks_of_its_checkpoint(function, monkeypatch):
-    """While the error is handled, as where a smaller batch is tried, other layers train."""
-    monkeypatch.setattr(levels, "checkpoint", function)
+ACTIVATIONS = [torch.sin, torch.cos, torch.tanh, torch.exp, F.relu, F.silu, F.gelu, F.elu, F.selu]
 
-    def fails(x):
-        raise ValueError(x.exp().shape)
 
-    x = torch.randn(120, requires_grad=True)
-    with pytest.raises(ValueError, match="120") as held:
-        compute("recompute", fails, (x,), {})
-    x.square().sum().backward()
-    assert torch.equal(x.grad, 2 * x), held
+@pytest.mark.parametrize("level", ["recompute", "part"])
+def test_compiled_layers_have_the_same_gradients_and_each_class_its_code(level, monkeypatch):
+    """More classes than Dynamo compiles one function for by itself."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    layer, x = torch.nn.Linear(120, 120), torch.randn(120)
+    for activation in ACTIVATIONS:
+
+        def forward(layer, x, activation=activation):
+            return attention(activation(layer(x)))
+
+        run, grads = levels.runner(forward, compiles=True), []
+        for out in (run(level, (layer, x), {}), compute(level, forward, (layer, x), {})):
+            layer.zero_grad()
+            out.square().sum().backward()
+            grads.append(layer.weight.grad.clone())
+        torch.testing.assert_close(*grads)
+    assert counters["stats"]["unique_graphs"] >= len(ACTIVATIONS)
 
 
 def test_code_for_one_dtype_is_not_run_on_weights_that_were_cast_in_place(monkeypatch):

@@ -72,7 +72,7 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
         assert made.fit.peak + CONTEXT_BYTES + int(0.04 * made.fit.peak) == made.fit.needed <= size
         hosts = [layer.experts == "host" for layer in made.fit.layers]
         assert hosts == sorted(hosts)  # The last ones
-        seen.append((hosts, [LEVELS.index(layer.level) for layer in made.fit.layers]))
+        seen.append((hosts, [LEVELS.index(layer.activations) for layer in made.fit.layers]))
     for (hosts, levels), (fewer, more) in pairwise(seen):
         assert all(a >= b for a, b in zip(hosts, fewer, strict=True))
         assert all(a <= b for a, b in zip(levels, more, strict=True))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_qlora.errors import ConfigError
-from moe_qlora.experts import projection
-from moe_qlora.planning.choice import LEVELS, Ladder
+from moe_qlora.planning.choice import LEVELS
 from moe_qlora.train import fit as fit_module
 from moe_qlora.train.layers import runner_of
 from tests.helpers.fitting import (
@@ -43,12 +40,6 @@ TYPES = {
 }
 
 
-def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
-    """Let `fit_memory` choose as for sequences in which tokens attend to so many others."""
-    monkeypatch.setattr(fit_module, "attended", lambda config, seq: tokens)
-    return Ladder.of(tokens)
-
-
 @pytest.mark.parametrize(
     ("model_type", "attended"),
     [
@@ -60,7 +51,8 @@ def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
 def test_no_memory_is_exceeded_and_nothing_else_changes(
     model_type: str, attended: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = attends_to(monkeypatch, attended).levels.index
+    # As for sequences in which tokens attend to so many others
+    monkeypatch.setattr(fit_module, "attended", lambda config, seq: attended)
     model = adapted(model_type, **TYPES[model_type])
     ids = token_ids(model)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -75,9 +67,10 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(
             assert fit.memory == memory
             # Which experts tokens choose is not known before: at worst all the same.
             measured = measured_peak(model, torch.zeros_like(ids))
-            assert measured <= fit.peak <= min(1.03 * measured, memory)
+            # Masks of eager attention, which layers that keep all need no more, are planned.
+            assert measured <= fit.peak <= min(1.04 * measured, memory)
             assert equal(train(model, ids), before)
-            seen.append([rank(layer.level) for layer in fit.layers])
+            seen.append([LEVELS.index(layer.activations) for layer in fit.layers])
     assert nested(seen)
     assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
 
@@ -116,34 +109,22 @@ def from_embeddings(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(inputs_embeds=embedded).logits.float().log_softmax(-1).mean() - reference
 
 
-@pytest.mark.parametrize("loss", [cheap_beside_its_reference, from_embeddings])
-def test_forwards_without_gradients_come_first(loss: Any) -> None:
+@pytest.mark.parametrize("loss", [policy_loss, cheap_beside_its_reference, from_embeddings])
+def test_losses_that_are_not_the_models(loss: Any) -> None:
+    """Forwards without gradients come first."""
     model = adapted(num_hidden_layers=3, vocab_size=2048)
     ids = token_ids(model, batch=2)
     least = least_memory(model, 2, loss=loss)
     with fitted(model, batch_size=2, loss=loss) as fit:
         most = fit.peak
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+    with fitted(model, batch_size=2) as fit:
+        assert (most > 1.1 * fit.peak) is (loss is policy_loss)
     for memory in {least, (least + most) // 2}:
         with fitted(model, memory, batch_size=2, loss=loss) as fit:
+            # The ids are counted as soon as an operator returns a view of them.
             measured = measured_peak(model, ids, loss_of=loss) - ids.nbytes
             assert measured <= fit.peak <= min(memory, 1.03 * measured)
-
-
-def test_a_loss_that_is_not_the_models() -> None:
-    model = adapted("deepseek_v3", num_hidden_layers=3, vocab_size=2048)
-    ids = token_ids(model, batch=2)
-    with fitted(model, batch_size=2) as fit:
-        missed = fit.peak
-    with fitted(model, batch_size=2, loss=policy_loss) as fit:
-        measured = max(
-            measured_peak(model, each, loss_of=policy_loss) for each in (ids, torch.zeros_like(ids))
-        )
-        measured -= ids.nbytes  # Which are counted as soon as an operator returns a view of them
-        assert 1.1 * missed < measured <= fit.peak <= 1.03 * measured
-        assert {layer.activations for layer in fit.layers} == {"keep"}
-    smaller = (least_memory(model, 2, loss=policy_loss) + fit.peak) // 2
-    with fitted(model, smaller, batch_size=2, loss=policy_loss) as fit:
-        assert measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes <= fit.peak <= smaller
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -176,45 +157,8 @@ def test_a_loss_without_a_gradient_is_refused(loss: Any, what: str) -> None:
     model = adapted()
     with pytest.raises(ConfigError, match=f"loss returned .*{what}.*give a function"):
         fitted(model, loss=loss)
-    with pytest.raises(ConfigError, match="loss is 'dpo'; give a function"):
-        fitted(model, loss="dpo")
     with fitted(model) as fit:
         assert fit.layers
-
-
-class _Attentions(TorchDispatchMode):
-    """Counts how often attention is computed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        self.count += "scaled_dot_product" in name and "backward" not in name
-        return func(*args, **(kwargs or {}))
-
-
-def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
-    """How often layers computed norms, attention, and the experts' two projections in a step."""
-    counted = Counter[Any]()
-    multiply = projection.multiply_codes
-
-    def count(x: torch.Tensor, offsets: Any, weight: Any, transposed: bool) -> Any:
-        if not transposed:  # as backward has them
-            counted["first" if x.shape[-1] == model.config.hidden_size else "second"] += 1
-        return multiply(x, offsets, weight, transposed)
-
-    layers = model.get_base_model().model.layers
-    hooks = [
-        layer.input_layernorm.register_forward_pre_hook(lambda *_: counted.update(["norm"]))
-        for layer in layers
-    ]
-    with monkeypatch.context() as patched, _Attentions() as attentions:
-        patched.setattr(projection, "multiply_codes", count)
-        model(input_ids=ids, labels=ids).loss.backward()
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad()
-    return counted["norm"], attentions.count, counted["first"], counted["second"]
 
 
 def test_layers_that_text_does_not_reach_are_computed_again() -> None:

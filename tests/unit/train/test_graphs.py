@@ -301,7 +301,7 @@ def test_replays_give_the_gradients_of_the_layer(model_type: str, length: int, l
 @gpu
 @compiles
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", levels.EVERY)
+@pytest.mark.parametrize("level", levels.LEVELS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_layers_on_every_level_are_recorded(model_type: str, level: str, compiled: bool) -> None:
     # Routers that choose all experts: compiled in another way, they may choose other ones
@@ -325,7 +325,7 @@ def test_layers_whose_level_changes_are_recorded_anew(changed: Sequence[int]) ->
         for step in range(9):
             if step == 4:
                 for place in changed:
-                    made._runners[place].level = levels.EXPERTS
+                    made._runners[place].level = levels.PART
             assert_near(gradients(model, batch(step)), wanted[step])
         assert made.recorded == 4
 
@@ -336,7 +336,7 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
     model = packed(config={"num_hidden_layers": 6})
     steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
     wanted = [gradients(model, batch(*step)) for step in steps]
-    order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
+    order = [levels.KEEP, levels.RECOMPUTE, levels.PART, levels.KEEP, levels.ATTENTION]
     with recorded(model, [*order, levels.KEEP]) as made:
         for place, step in enumerate(steps):
             if place == 4:
