@@ -10,7 +10,6 @@ import torch
 
 from moe_qlora.kernels.limits import cdiv
 from moe_qlora.kernels.routing import ints_size
-from moe_qlora.planning import levels
 from moe_qlora.planning.budget import Settings
 from moe_qlora.planning.choice import LEVELS
 from moe_qlora.planning.devices import CONTEXT_BYTES
