@@ -328,29 +328,6 @@ def test_every_architecture(case: Case) -> None:
         assert relative(found.logits, plain) > 10 * TOLERANCE, "LoRA makes no difference"
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss", "nemotron_h"], indirect=True)
-def test_under_gradient_checkpointing(case: Case, reentrant: bool) -> None:
-    modules = attention_linears(case.base, case.routers)
-    model = get_peft_model(case, modules, moe_qlora.target_parameters(case.base))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.train()
-    calls = count_calls(next(module for _, module, _ in parametrize.iter_packed(model)))
-    found = run_packed(model, case)
-    assert calls == [2], "once in forward, and again in backward"
-    check_equal(found, case, model)
-
-
-def count_calls(module: nn.Module) -> list[int]:
-    calls = [0]
-
-    def count(*_: Any) -> None:
-        calls[0] += 1
-
-    module.register_forward_pre_hook(count)
-    return calls
-
-
 def unpacked(case: Case) -> Any:
     """The same weights, decoded, in a model that was never packed: what stock PEFT adapts."""
     model: Any = tiny_model(case.model_type, seed=1)

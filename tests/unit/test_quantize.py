@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from peft import prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -24,7 +22,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from moe_qlora import quantize_experts
 from moe_qlora.errors import (
@@ -117,17 +114,6 @@ def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> No
     assert model.config.quantization_config is not config
 
 
-def test_own_forward_runs_on_decoded_weights(
-    case: tuple[BitsAndBytesConfig, CodecSettings],
-) -> None:
-    config, settings = case
-    model, plain = tiny(torch.float32), tiny(torch.float32)
-    for name, weight in packed_by_hand(plain, settings).items():
-        plain.get_parameter(name).data = weight
-    quantize_experts(model, config)
-    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits)
-
-
 def test_a_second_call_changes_nothing() -> None:
     model = tiny()
     quantize_experts(model, nf4())
@@ -192,42 +178,6 @@ def test_the_model_says_what_a_bitsandbytes_model_says(
     for cast in (model.half, model.float, lambda: model.to(torch.float16)):
         with pytest.raises(ValueError, match=r"not supported|cannot cast"):
             cast()
-
-
-def test_footprint_counts_the_statistics_of_linear_layers_too() -> None:
-    model = tiny()
-    config = nf4()
-    loaded = replace_with_bnb_linear(model, ["lm_head", "gate"], config)
-    for module in loaded.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            weight = torch.randn(module.out_features, module.in_features)
-            module.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
-            module.to("cpu")
-    stock = loaded.get_memory_footprint()
-    report = quantize_experts(loaded, config)
-    linears = [m.weight.quant_state for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    stats = sum(
-        t.nbytes
-        for s in linears
-        for t in (s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code)
-    )
-    assert stats
-    saved = report.bytes_before - report.bytes_after
-    assert loaded.get_memory_footprint() == stock - saved + stats
-    logits = loaded(IDS).logits
-    loaded.dequantize()
-    assert not [m for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    torch.testing.assert_close(loaded(IDS).logits, logits, rtol=0.05, atol=0.05)
-
-
-def test_kbit_preparation_is_harmless(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
-    config, settings = case
-    model = tiny()
-    expected = packed_by_hand(model, settings)
-    quantize_experts(model, config)
-    prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    assert_stacks(model, expected)
-    assert model.lm_head.weight.dtype == torch.float32
 
 
 def test_deepcopy_is_a_model_of_its_own(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:

@@ -490,24 +490,6 @@ def test_rows_are_those_of_the_whole(folders, name, monkeypatch):
                 assert same(rows, whole[start:stop].contiguous()), (key, start, stop)
 
 
-def test_only_the_rows_that_are_needed_are_read(folders, monkeypatch):
-    """Bytes of codes and scales, not counting the last block, of which all rows share a scale."""
-    read, counted = Checkpoint.read, {}
-
-    def count(self, key, *args, **kwargs):
-        tensor = counted[key] = read(self, key, *args, **kwargs)
-        return tensor
-
-    with open_plain(folders["deepseek_v3 fp8"][0]) as checkpoint:
-        monkeypatch.setattr(Checkpoint, "read", count)
-        for key in [key for key in checkpoint if checkpoint.is_dequantized(key)][:40]:
-            checkpoint.read(key, 1, 2)
-            codes, scale = (checkpoint.parts(key)[role] for role in ("codes", "scale"))
-            rows = checkpoint.info(key).shape[0]
-            assert counted[codes].nbytes * rows == checkpoint.stored[codes].nbytes
-            assert len(counted[scale]) == 1
-
-
 class Largest(TorchDispatchMode):
     """Notes the largest fp32 tensor that operations made."""
 

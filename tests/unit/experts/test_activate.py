@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from moe_qlora.detection import detect
 from moe_qlora.errors import ConfigError
 from moe_qlora.experts import forward
 from moe_qlora.packing import codec, parametrize, settings
-from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
+from moe_qlora.testing import tiny_inputs, tiny_model
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -103,23 +102,6 @@ def test_switching_by_transformers_own_call_and_back() -> None:
     assert torch.equal(logits(model), ours)
     forward.deactivate(model)
     assert model.config._experts_implementation == "grouped_mm"
-
-
-def test_a_copy_is_switched_by_itself() -> None:
-    model = packed_model()
-    ours = logits(model)
-    twin = copy.deepcopy(model)
-    assert torch.equal(logits(twin), ours)
-    forward.deactivate(twin)
-    assert twin.config._experts_implementation == "grouped_mm"
-    assert model.config._experts_implementation == forward.IMPLEMENTATION
-    assert torch.equal(logits(model), ours)
-
-
-@pytest.mark.parametrize("model_type", registry_families())
-def test_every_class_with_the_interfaces_marks_goes_through_it(model_type):
-    for module in tiny_model(model_type, device="meta").modules():
-        assert forward.goes_through_interface(module) == detect.dispatches(module)
 
 
 def test_one_ranks_share_of_the_experts_is_refused() -> None:

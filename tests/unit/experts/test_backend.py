@@ -10,13 +10,10 @@ import torch
 
 from moe_qlora.experts import backend
 from moe_qlora.experts.backend import Call, choose_backend, read_call
-from moe_qlora.experts.operands import LoraFactors
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
-
-NF4 = CodecSettings("nf4")
 
 
 class OnGpu:
@@ -84,31 +81,3 @@ def test_nothing_is_said_otherwise(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose_backend(module, call_of(module, dtype, autocast))
-
-
-def test_a_backend_is_decided_once_for_a_form_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, decided = experts(torch.bfloat16), []
-    real = backend._decide
-    monkeypatch.setattr(backend, "_decide", lambda *a: decided.append(1) or real(*a))
-
-    def count(**changes: Any) -> int:
-        before = len(decided)
-        for tokens in (5, 7):
-            call = read_call(module, torch.zeros(tokens, 64))
-            choose_backend(module, call._replace(**changes))
-        return len(decided) - before
-
-    adapter = LoraFactors(torch.zeros(8, 64), torch.zeros(128, 8), 1.0, torch.nn.Dropout(0.1))
-    cases: list[dict[str, Any]] = [
-        {},
-        {"x": torch.zeros(5, 64, dtype=torch.bfloat16)},
-        {"autocast": torch.float16},
-        {"lora": ((adapter,), ())},
-        {"x": torch.zeros(0, 64)},
-    ]
-    assert [count(**each) for each in cases * 2] == [1] * 5 + [0] * 5
-    assert adapter.dropout is not None
-    adapter.dropout.eval()
-    assert count(**cases[3]) == 1
-    parametrize.attach(module, "down_proj", pack(parametrize.detach(module, "down_proj"), NF4))
-    assert count() == 1  # of another weight

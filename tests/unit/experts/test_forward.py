@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import bitsandbytes
@@ -271,37 +270,6 @@ def test_no_tokens_at_all():
     out.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compute", [None, torch.float32])
-def test_16_bit_within_rounding(dtype, compute):
-    style = STYLES["concatenated"]
-    module = pack(make(style, dtype), style, compute=compute)
-    provider = Provider(style)
-    operands.set_lora_source(module, provider)
-    x, index, weights = routing(dtype)
-    out = module(x, index, weights)
-    assert out.dtype == dtype
-    wide = copy.deepcopy(module).float()
-    theirs = slow(wide, style, provider, x.float(), index, weights.float())
-    close(out, theirs, 0.02)
-
-
-def test_autocast_computes_in_its_dtype():
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    provider = Provider(style)
-    operands.set_lora_source(module, provider)
-    x, index, weights = routing()
-    plain = module(x, index, weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = module(x, index, weights)
-    assert mixed.dtype == plain.dtype
-    assert not torch.equal(mixed, plain)
-    close(mixed, plain, 0.02)
-    for grad in gradients(mixed, [x, *provider.leaves()]):
-        assert grad.isfinite().all()
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_changes_nothing(reentrant):
     style = STYLES["concatenated"]
@@ -320,20 +288,6 @@ def test_checkpointing_changes_nothing(reentrant):
     out.backward(torch.randn(out.shape, generator=g))
     for leaf, grad in zip(leaves, plain, strict=True):
         assert torch.equal(leaf.grad, grad)
-
-
-def test_dropout_is_the_mean_of_no_dropout():
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    x, index, weights = routing()
-    operands.set_lora_source(module, Provider(style, ranks=((3,), ())))
-    base = module(x, index, weights)
-    operands.set_lora_source(module, Provider(style, ranks=((3,), ()), dropout=0.5))
-    dropped = module(x, index, weights)
-    assert not torch.allclose(base, dropped)
-    for term in operands.lora_source(module).active_lora("gate_up_proj"):
-        term.dropout.eval()
-    assert torch.equal(base, module(x, index, weights))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -429,51 +383,6 @@ def test_decodes_only_experts_that_have_tokens(monkeypatch):
     assert sorted(set(seen)) == [1, 3]
 
 
-class Model(nn.Module):
-    """Two experts modules that share one configuration."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = make(STYLES["concatenated"]), make(STYLES["concatenated"])
-        self.config = self.first.config
-        self.second.config = self.config
-
-
-def test_a_module_that_is_not_packed_goes_on_as_before():
-    model = Model()
-    name = "gate_up_proj"
-    parametrize.attach(model.first, name, codec.pack(getattr(model.first, name).data, settings()))
-    model.config._experts_implementation = "grouped_mm"
-    experts.activate(model, ["first"])
-    assert model.config._experts_implementation == "moe_qlora"
-    x, index, weights = routing()
-    out = model.second(x, index, weights)
-    close(out, slow(model.second, STYLES["concatenated"], None, x, index, weights))
-    experts.deactivate(model)
-    assert model.config._experts_implementation == "grouped_mm"
-    experts.deactivate(model)
-
-
-def test_classes_outside_the_interface_are_named():
-    model = nn.Module()
-    model.other = nn.Linear(2, 2)
-    assert experts.activate(model, ["other"]) == ("other",)
-
-
-def test_the_provider_is_copied_with_the_module():
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    provider = Provider(style)
-    operands.set_lora_source(module, provider)
-    twin = copy.deepcopy(module)
-    assert operands.lora_source(twin) is not provider
-    x, index, weights = routing()
-    assert torch.equal(twin(x, index, weights), module(x, index, weights))
-    operands.set_lora_source(twin, None)
-    assert not torch.equal(twin(x, index, weights), module(x, index, weights))
-    assert operands.lora_source(twin) is None
-
-
 # Where exactness is easily lost: dtypes, frozen factors, one module twice.
 
 
@@ -483,13 +392,6 @@ def adapted(style, dtype=torch.float32, compute=None, lora=torch.float32):
     provider = Provider(style, ranks=((3,), (3,)), dtype=lora)
     operands.set_lora_source(module, provider)
     return module, provider
-
-
-def test_gradcheck_in_fp64():
-    module, provider = adapted(STYLES["non-gated"], lora=torch.float64)
-    x, index, weights = routing(torch.float64, tokens=4)
-    leaves = (x, weights, *provider.leaves())
-    assert torch.autograd.gradcheck(lambda *_: module(x, index, weights), leaves, fast_mode=True)
 
 
 def test_a_factor_that_is_frozen_gets_no_gradient():
@@ -527,20 +429,6 @@ def test_adapters_read_inputs_that_are_not_rounded_to_the_compute_dtype():
     mine = torch.autograd.grad(module(x, index, weights).sum(), factors)
     for ours, theirs in zip(mine, torch.autograd.grad(exact.sum(), factors), strict=True):
         close(ours, theirs, 0.02)
-
-
-def test_one_module_twice_in_a_model():
-    style = STYLES["concatenated"]
-    module, provider = adapted(style)
-    x, index, weights = routing()
-    mine = module(module(x, index, weights), index, weights)
-    inner = slow(module, style, provider, x, index, weights)
-    theirs = slow(module, style, provider, inner, index, weights)
-    close(mine, theirs)
-    for ours, other in zip(
-        gradients(mine, provider.leaves()), gradients(theirs, provider.leaves()), strict=True
-    ):
-        close(ours, other)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,12 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, forward, fused
+from moe_qlora.experts import backend, fused
 from moe_qlora.experts.operands import record_of
 from moe_qlora.kernels import cards
 from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.packing import parametrize
-from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
 triton = pytest.importorskip("triton")
@@ -166,24 +162,6 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     assert decoded == [first, second, first, second]
 
 
-def test_a_recomputation_asks_for_what_serves_twice(case, monkeypatch):
-    from moe_qlora.kernels import table
-
-    module, provider, parts = case
-    asked = []
-    real = table.choose
-
-    def recorded(matmul):
-        asked.append((matmul.packed.shape[1], matmul.backward, matmul.reused))
-        return real(matmul)
-
-    monkeypatch.setattr(table, "choose", recorded)
-    layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
-    forward = [(2 * INNER, False, False), (H, False, False)]
-    again = [(2 * INNER, False, True), (H, False, False)]
-    assert asked == [*forward, *again, (2 * INNER, True, False), (H, True, False)]
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_for_any_number_of_tokens(case):
     module, provider, _ = case
@@ -197,55 +175,9 @@ def test_compiled_for_any_number_of_tokens(case):
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])
-def test_few_frames_lie_between_the_forward_and_a_launch(case, way, monkeypatch):
-    """Of this package, both ends included; torch's own, as of autograd, are not counted."""
-    from moe_qlora.kernels import table, workspace
-
-    module, _, parts = case
-    if way != "on codes":
-        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
-    found = []
-
-    def noted(*args, **options):
-        frame, names = sys._getframe(1), ["experts_forward"]
-        while frame.f_code is not forward.experts_forward.__code__:
-            if "moe_qlora" in frame.f_globals["__name__"]:
-                names.insert(1, frame.f_code.co_name)
-            frame = frame.f_back
-        found.append(names)
-
-    replace_launches(monkeypatch, noted)
-    workspace.set_workspace_cap(1 if way == "in slices" else None)
-    try:
-        module(*parts)
-    finally:
-        workspace.set_workspace_cap(None)
-    assert len(found) > 6
-    assert max(map(len, found)) <= 5, max(found, key=len)
-
-
 def two_adapters(provider):
     for name, terms in provider.all.items():
         provider.all[name] = (*terms, *terms)
-
-
-def test_a_checkpoint_frees_factors_that_were_put_together(case, monkeypatch):
-    module, provider, parts = case
-    two_adapters(provider)
-    made = []
-    real = fused.joined_lora
-
-    def recorded(*args):
-        factors = real(*args)
-        made.extend(weakref.ref(t) for t in factors)
-        return factors
-
-    monkeypatch.setattr(fused, "joined_lora", recorded)
-    out = checkpointed(module, *parts)
-    gc.collect()
-    assert len(made) == 4 and not any(ref() is not None for ref in made)
-    out.sum().backward()
 
 
 def test_two_adapters_infer(case):
@@ -254,19 +186,6 @@ def test_two_adapters_infer(case):
     right = module(*parts)
     with torch.inference_mode():
         assert torch.equal(module(*parts), right)
-
-
-def test_scalings_are_numbers_of_one_kind(case, monkeypatch):
-    module, provider, parts = case
-    scalings = []
-    real = fused.make_operands
-    monkeypatch.setattr(fused, "make_operands", lambda *a: scalings.extend(a[-1]) or real(*a))
-    for name, (term,) in provider.all.items():
-        provider.all[name] = (replace(term, scaling=1),)
-    module(*parts)
-    two_adapters(provider)
-    module(*parts)
-    assert [type(scaling) for scaling in scalings] == [float] * 4
 
 
 def test_tensors_of_several_devices_are_refused(case, monkeypatch):
@@ -295,21 +214,6 @@ def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     mine = layer_gradients(module, provider, parts)
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
-
-
-def test_weights_in_other_memory_by_backward_are_fetched_again(case, monkeypatch):
-    module, provider, parts = case
-    right = layer_gradients(module, provider, parts)
-    real, fetched = backend.read_operand, []
-
-    def hosted(module, name):
-        packed = real(module, name)
-        return replace(packed, refetch=lambda: fetched.append(name) or packed)
-
-    monkeypatch.setattr(backend, "read_operand", hosted)
-    mine = layer_gradients(module, provider, parts)
-    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
-    assert fetched == ["gate_up_proj", "down_proj"]
 
 
 def test_factors_that_change_before_backward_are_an_error(case):

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import pack
-from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 CONFIG = BitsAndBytesConfig(
@@ -115,20 +112,3 @@ class Experts(nn.Module):
     def forward(self, weights: Tensor, x: Tensor | None = None) -> Tensor:
         assert x is not None
         return torch.einsum("te,teo->to", weights.to(x.dtype), (x @ self.weight).transpose(0, 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_hidden_states_set_the_dtype_also_where_they_come_last(dtype: torch.dtype) -> None:
-    module = Experts()
-    weight = module.weight.data
-    parametrize.attach(module, "weight", pack(weight, CodecSettings.from_config(CONFIG)))
-    decoded = module.weight
-    x, weights = torch.randn(3, 64, dtype=dtype), torch.rand(3, 4)
-    reference = Experts()
-    reference.weight.data = decoded.to(dtype)
-    expected = reference(weights, x)
-    assert torch.equal(module(weights, x), expected)
-    assert torch.equal(module(weights, x=x), expected)
-    compiled = torch.compile(module, backend="eager")
-    assert torch.equal(compiled(weights, x=x), expected)
-    assert module.weight.dtype == torch.float32

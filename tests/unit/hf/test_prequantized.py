@@ -20,7 +20,6 @@ from transformers import (
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
@@ -180,24 +179,3 @@ def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
 
 
 # The switch
-
-
-def test_a_method_that_came_in_between_stays_and_goes_on_as_stock(folders, monkeypatch):
-    folder = folders(FP8) / "maker"
-    calls = []
-    with moe_qlora.enabled():
-        ours = AutoHfQuantizer.merge_quantization_configs
-
-        def theirs(*configs: Any) -> Any:
-            calls.append(configs)
-            return ours(*configs)
-
-        monkeypatch.setattr(AutoHfQuantizer, MERGE, staticmethod(theirs))
-        assert packed(load(folder))
-    assert AutoHfQuantizer.merge_quantization_configs is theirs
-    with pytest.raises(ValueError, match="FineGrainedFP8Config but you are passing"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**NF4))
-    assert len(calls) == 2
-    monkeypatch.undo()  # puts ours back
-    assert AutoHfQuantizer.__dict__[MERGE] is not STOCK[1]
-    setattr(AutoHfQuantizer, MERGE, STOCK[1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from moe_qlora.kernels import grouped_mm, quantized_mm  # noqa: E402
+from moe_qlora.kernels import grouped_mm  # noqa: E402
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
 from tests.helpers.tiles import tiled  # noqa: E402
@@ -86,12 +86,6 @@ def test_half_precision_in_every_tile(tile):
     check(x, matrices, [130, 0, 1, 19], SMALL, tile, 3e-4)
 
 
-def test_groups_of_tiles_that_are_not_full():
-    torch.manual_seed(0)
-    sizes = [17, 3, 33, 1, 16]
-    check(rows_of(70, 32), operands(32, 80, experts=5), sizes, Cut(16, 32, 2, 4, 4), 16, 1e-6)
-
-
 @pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
@@ -116,12 +110,3 @@ def test_rows_fetched_from_tokens(by_rows, cut, tokens, top_k, inner, rank, out)
     assert y.shape == (tokens * top_k, out)
     error = (y[:live].double() - expected).norm() / expected.norm()
     assert error < 1e-6, float(error)
-
-
-def test_cuts_are_made_for_every_tile_in_powers_of_two() -> None:
-    tables = [grouped_mm._SMALL, grouped_mm._MIDDLE, grouped_mm._LARGE]
-    assert all(list(table) == [16, 32, 64, 128] for table in tables)
-    on_codes = [quantized_mm._CUT, *quantized_mm._OTHERS.values()]
-    for cut in (*(cut for table in tables for cut in table.values()), *on_codes):
-        assert cut.features in (64, 128, 256) and cut.step in (32, 64)
-        assert cut.stages in (3, 4) and cut.warps in (4, 8)

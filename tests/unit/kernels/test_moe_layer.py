@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_qlora.experts import fused
 from moe_qlora.packing import codec
 
 triton = pytest.importorskip("triton")
-from fused_layer import CASES, Case, build, check_layer, stack_of  # noqa: E402
+from fused_layer import CASES, Case, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
     grouped_mm,
@@ -192,46 +191,6 @@ def test_a_part_of_each_matrix_is_decoded(kind):
     out = torch.empty(3, 16, 72 + 16)
     grouped_mm.decode(stack, out, corner=(8, 0), right=right)
     assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
-
-
-def test_workspace_remembers_its_owner():
-    first, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
-    assert not held and first.shape == (2, 8)
-    again, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("a",))
-    assert held and again.data_ptr() == first.data_ptr()
-    assert workspace.is_current("first", torch.device("cpu"), ("a",))
-    _, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"), ("b",))
-    assert not held
-    _, held = workspace.allocate("first", (2, 8), torch.float32, torch.device("cpu"))
-    assert not held and not workspace.is_current("first", torch.device("cpu"), None)
-    _, held = workspace.allocate("first", (400, 8), torch.float32, torch.device("cpu"), ("b",))
-    assert not held
-
-
-@pytest.mark.parametrize(("tokens", "transposed"), [(2, False), (20, True), (45, False)])
-def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
-    """What the custom operators promise is what they give, whatever the size of tiles."""
-    case = Case(experts=2, hidden=64, inner=64, transposed=transposed, ranks=(3, 0))
-    made, stacks, *_ = build(case)
-    x = torch.randn(tokens, 64, dtype=torch.float16)
-    index = torch.rand(tokens, 2).topk(2, -1).indices
-    weights = torch.rand(tokens, 2, dtype=torch.float16)
-    lora = [torch.randn(2 * 3, 64).half(), torch.randn(128, 3 * 2).half()]
-    packed, numbers = [], []
-    for stack in stacks:
-        nested = stack.nested
-        inner = [nested.offset, nested.absmax, nested.table]
-        packed += [stack.codes, stack.absmax, stack.table, *inner]
-        numbers += [0, 64, nested.blocksize, *stack.shape]
-    act, gated, interleaved, _, alpha, shift = made.gate
-    flags = [gated, interleaved, False, case.transposed, True, False]  # no limit, LoRA on the first
-    constants = act, [*numbers, *map(int, flags)], [0.0, alpha, shift, 0.5, 0.0]
-    arguments = x, weights, index, [], lora, packed, *constants
-    real, promised = fused._layer_forward(*arguments), fused._layer_forward_fake(*arguments)
-    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
-    later = x, x, weights, [], lora, packed, real[1:], True, *constants
-    real, promised = fused._layer_backward(*later), fused._layer_backward_fake(*later)
-    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
 
 
 @pytest.mark.parametrize(

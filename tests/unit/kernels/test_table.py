@@ -142,28 +142,6 @@ def test_which_matmuls_hopper_takes(each, reused, taken, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("card", "asked"),
-    [
-        (cards.Card("nvidia", (8, 0), 163 << 10), set()),
-        (cards.PORTABLE, set()),
-        (cards.Card("nvidia", cards.HOPPER, 227 << 10), {HOPPER, RS}),
-        (cards.Card("amd", (0, 0), 64 << 10), set()),
-        (cards.Card("", (0, 0), 99 << 10), set()),
-    ],
-)
-def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
-    monkeypatch.setattr(table, "validated", {})
-    tried = set()
-    monkeypatch.setattr(cards, "actual", lambda device: card)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(table, "is_right", lambda kernel, device, kind: tried.add(kernel) or True)
-    table.prepare(torch.device("cuda", 0))
-    assert tried == asked
-    right = {name for (name, _, _), works in table.validated.items() if works}
-    assert right == {kernel.name for kernel in asked}
-
-
-@pytest.mark.parametrize(
     ("capability", "dtype", "wanted"),
     [
         ((8, 0), torch.bfloat16, grouped_mm.KERNEL),
@@ -194,18 +172,6 @@ def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     int8 = WeightSpec((2, 192, 512), "int8", 0, 0, 0)
     assert table.works(quantized_mm.KERNEL, int8)
     assert (quantized_mm.KERNEL.name, "int8", 0) in table.validated
-
-
-def test_kernels_that_do_not_compile_are_not_chosen(monkeypatch):
-    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(table, "validated", {})
-    monkeypatch.setattr(table, "_is_right", lambda kernel, matmul: 1 / 0)
-    packed = stack_of((2, 192, 512), "nf4", False, torch.bfloat16)
-    monkeypatch.setattr(table, "random_weight", lambda *_: packed)
-    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda n: n))
-    table.prepare(torch.device("cuda", 0))
-    assert table.validated == {(k.name, "nf4", 0): False for k in (HOPPER, RS)}
 
 
 def test_a_kernel_is_a_file_and_a_row(monkeypatch):

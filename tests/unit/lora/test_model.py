@@ -227,13 +227,6 @@ def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling: str) -> 
         connect_adapters(host)
 
 
-def test_a_weighted_sum_of_adapters_on_experts_is_left_to_pefts_refusal() -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    model.add_adapter("two", lora_config())
-    with pytest.raises(ValueError, match=r"nn\.Parameter"):
-        model.add_weighted_adapter(["default", "two"], [0.5, -1.0], "sum", "linear")
-
-
 @pytest.mark.parametrize("modules", [["q_proj", "gate"], ["gate", "gate_proj", "down_proj"]])
 def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
     modules: list[str], tmp_path: Path

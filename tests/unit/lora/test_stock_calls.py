@@ -192,17 +192,6 @@ def test_other_models_and_tuners_are_left_to_peft() -> None:
     assert not isinstance(peft.get_peft_model(packed(), config).base_model, LoraModel)
 
 
-def test_where_peft_walks_otherwise_adapters_are_refused_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = adapter("both", "qwen3_moe", tmp_path)
-    monkeypatch.setattr("moe_qlora.lora.stock_calls._NEAR", 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
-            PeftModel.from_pretrained(packed(), folder)
-
-
 # transformers' own methods.
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from torch import nn
 
-from moe_qlora.distributed.sharding import prepare_sharding
-from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import codec
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 
 BOTH = pytest.mark.parametrize("transposed", [False, True])
@@ -43,30 +39,3 @@ def test_every_scale_down_to_subnormal_numbers_and_in_chunks(monkeypatch):
     for chunk in (codec._CPU_CHUNK, 96):
         monkeypatch.setattr(codec, "_CPU_CHUNK", chunk)
         assert torch.equal(codec.unpack(packed), slow_decode(blocks, scales))
-
-
-class Host(nn.Module):
-    def __init__(self, packed):
-        super().__init__()
-        parametrize.attach(self, "weight", packed)
-
-
-@BOTH
-def test_sits_on_a_module_in_either_layout(transposed):
-    blocks, scales = random_mxfp4(*SHAPE)
-    expected = whole(blocks, scales, transposed)
-    host = Host(keep(blocks, scales, transposed=transposed))
-    compact = host.state_dict()
-    assert set(compact) == {"weight", "weight.exponents"}
-    again = copy.deepcopy(host)
-    assert torch.equal(host.bfloat16().weight, expected)  # codes are no numbers to cast
-    prepare_sharding(host)
-    assert all(p.dtype == torch.uint8 for p in host.parameters())
-    for held in (host, again):
-        packed = parametrize.read_packed(held, "weight")
-        assert packed.stored_transposed == transposed
-        assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
-        assert torch.equal(held.weight, expected)
-    other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-    other.load_state_dict(compact)
-    assert torch.equal(other.weight, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import bitsandbytes as bnb
 import pytest
@@ -12,7 +11,6 @@ import torch.nn.utils.parametrize as parametrize
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
-from moe_qlora.errors import QuantizationError
 from moe_qlora.layout import human_bytes
 from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
@@ -112,49 +110,6 @@ def test_hooks_sit_once_and_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch)
     assert not parametrize._cache
 
 
-def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
-    module, decoded = packed_experts(settings)
-    twin = copy.deepcopy(module)
-    if settings.kind != "int8":
-        state = storage.original_of(twin, "down").quant_state
-        assert twin.parametrizations["down"][0].quant_state == state
-        codes = storage.original_of(module, "down")
-        alone = pickle.loads(pickle.dumps(codes))  # noqa: S301 - our own bytes
-        assert alone.quant_state == codes.quant_state is not state
-    assert_reads(twin, decoded)
-    storage.original_of(twin, "down").data.zero_()
-    assert_reads(module, decoded)
-    storage.detach(twin, "down")
-    storage.detach(twin, "gate_up")
-    assert_reads(module, decoded)
-    assert len(module._load_state_dict_pre_hooks) == 1
-    assert type(twin) is Experts
-    assert not twin._load_state_dict_pre_hooks
-
-
-def test_modules_of_a_kind_have_one_class_until_others_parametrize_them(monkeypatch):
-    (module, decoded), (other, others) = (packed_experts(SETTINGS["nf4"], seed) for seed in (0, 1))
-    assert type(module) is type(other) is not Experts
-    # Read within a call of the other, each reads its own weight.
-    with parametrize.cached():
-        assert_reads(module, decoded)
-        assert_reads(other, others)
-    storage.detach(other, "down")
-    assert type(module) is not type(other)
-    assert_reads(module, decoded)
-    part, _ = packed_experts(SETTINGS["int8"], names=("gate_up",))
-    assert type(part) is type(other)
-    weighed, twin = Experts(), Experts()
-    for each in (weighed, twin):
-        parametrize.register_parametrization(each, "norm", nn.Softplus())
-        storage.attach(each, "down", pack(each.down, SETTINGS["nf4"]))
-    assert type(weighed) is not type(twin)
-    parametrize.remove_parametrizations(twin, "norm")
-    assert torch.allclose(weighed.norm, nn.functional.softplus(torch.ones(40)))
-    with pytest.raises(RuntimeError, match="right_inverse"):
-        weighed.down = weighed.down
-
-
 def test_state_dict_has_bitsandbytes_keys_and_loads_back(settings: CodecSettings) -> None:
     module, decoded = packed_experts(settings)
     state = module.state_dict()
@@ -189,44 +144,6 @@ def test_state_dict_has_bitsandbytes_keys_and_loads_back(settings: CodecSettings
     with pytest.raises(RuntimeError, match=r"down has nothing as its \.(absmax|SCB); a weight of"):
         module.load_state_dict(without)
     assert_reads(module, {"gate_up": decoded["gate_up"]})
-
-
-def test_dtype_sweeps_leave_packed_weights_alone() -> None:
-    for name in ("nf4", "int8"):
-        module, decoded = packed_experts(SETTINGS[name])
-        for sweep in (nn.Module.bfloat16, nn.Module.half, nn.Module.float, nn.Module.double):
-            sweep(module)
-            assert_reads(module, decoded)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if tensor.dtype == torch.float32:
-                tensor.data = tensor.data.to(torch.bfloat16)
-        assert_reads(module, decoded)
-    module, _ = packed_experts(SETTINGS["fp4-bfloat16"])
-    module.half()  # which destroys codes that are stored in bfloat16
-    with pytest.raises(QuantizationError, match=r"cast from torch.bfloat16 to torch.float16"):
-        _ = module.down
-
-
-def test_detach_restores_the_module(settings: CodecSettings) -> None:
-    module, decoded = packed_experts(settings)
-    storage.detach(module, "gate_up")
-    assert storage.packed_names(module) == ("down",)
-    assert len(module._state_dict_hooks) == 1
-    kept = nn.Parameter(torch.zeros(4, 40, 24))
-    assert storage.detach(module, "down", kept) is kept
-    assert module.down is kept
-    assert torch.equal(module.gate_up, decoded["gate_up"])
-    assert not module.gate_up.requires_grad
-    assert dict(module.named_parameters()).keys() == dict(Experts().named_parameters()).keys()
-    assert type(module) is Experts
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._state_dict_hooks)
-    assert not any((*hooks, module._load_state_dict_pre_hooks))
-    with pytest.raises(QuantizationError, match="not packed"):
-        storage.detach(module, "down")
-    stack = pack(kept, settings)
-    storage.attach(module, "down", stack)
-    with pytest.raises(QuantizationError, match="packed already"):
-        storage.attach(module, "down", stack)
 
 
 def test_tied_modules_share_one_packed_parameter(settings: CodecSettings) -> None:

@@ -20,8 +20,6 @@ import moe_qlora
 from moe_qlora import get_peft_model, quantize_experts
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import ConfigError, MoeQloraError
-from moe_qlora.experts.backend import choose_backend, read_call
-from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
@@ -156,19 +154,6 @@ def test_a_built_model_is_packed_and_seen_as_packed():
         quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     assert any(key.endswith(".block_absmax") for key in model.state_dict())
     assert_equals_reference(moe_qlora.prepare_sharding(deepcopy(model)))
-
-
-def test_experts_run_and_no_kernel_is_chosen():
-    model = packed_model()
-    module = model.model.layers[0].mlp.experts
-    x = torch.randn(5, module.hidden_dim)
-    assert choose_backend(module, read_call(module, x)).name == "reference loop"
-    packed = parametrize.read_packed(module, "down_proj")
-    assert not packed.spec.is_known
-    tensors = [packed.codes.reshape(-1, 1), module.parametrizations["down_proj"][0].absmax]
-    operand = PackedOperand(tensors, packed.spec, packed.dtype, None)
-    again = packed_weight(iter(tensors), operand.numbers, packed.dtype)
-    assert torch.equal(unpack(again), unpack(packed))
 
 
 def test_folders_are_saved_reloaded_and_verified(tmp_path: Path):

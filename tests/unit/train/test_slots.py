@@ -35,25 +35,6 @@ def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
     assert not device.faults
 
 
-def test_a_recording_reads_a_reserved_slot_and_orders_nothing() -> None:
-    device, every = Delayed(), blocks(3)
-    made = Slots(2, 8, device)
-    slot, lease = made.fetch(every[0], every[1])
-    before = device.time, made.copies
-    device.recording = True
-    again, nothing = made.fetch(every[0], every[2])
-    assert again is slot and nothing is None and (device.time, made.copies) == before
-    for number in (1, 2):  # One that nobody reserved, one that is not there
-        with pytest.raises(RuntimeError, match="does not record"):
-            made.fetch(every[number], None)
-    device.recording = False
-    del lease
-    device.recording = True
-    with pytest.raises(RuntimeError, match="does not record"):
-        made.fetch(every[0], None)
-    assert made.copies == before[1]
-
-
 def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
     """The garbage collector may run anywhere: it finds the lock taken, by this same thread."""
     every = blocks(3)
