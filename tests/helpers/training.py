@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
+from moe_qlora.testing import tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,16 +43,30 @@ def loaded(folder: Any, settings: Any = NF4, kind: Any = AutoModelForCausalLM, *
         return kind.from_pretrained(folder, **{"dtype": torch.float32, **more})
 
 
+def packed(model_type: str = "qwen3_moe", settings: Any = NF4, **sizes: Any) -> Any:
+    """A tiny model whose experts alone are packed."""
+    model = tiny_model(model_type, **sizes)
+    moe_qlora.quantize_experts(model, settings)
+    return model
+
+
+def adapted_layers(model: nn.Module) -> set[str]:
+    """Names in the base model of the modules that have LoRA."""
+    names = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    return {name.removeprefix("base_model.model.") for name in names}
+
+
 def lora(model: Any, *targets: str, **settings: Any) -> Any:
     """The model with small adapters, as they are made, on its experts and on these layers."""
     config = LoraConfig(r=2, target_modules=[*targets], **settings)
     return moe_qlora.get_peft_model(model, config, experts=True)
 
 
-def adapted(model: Any, modules: Sequence[str] = ("q_proj", "v_proj")) -> Any:
+def adapted(model: Any, modules: Sequence[str] = ("q_proj", "v_proj"), **settings: Any) -> Any:
     """The model with adapters on attention and experts that change what it computes."""
     torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=[*modules])
+    targets = modules if isinstance(modules, str) else [*modules]
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=targets, **settings)
     peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:

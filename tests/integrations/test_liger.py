@@ -14,23 +14,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from peft import LoraConfig
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from torch import Tensor
+from transformers import AutoTokenizer
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
 from tests.helpers.plans import plan
+from tests.helpers.training import NF4, adapted, loaded
 
 pytest.importorskip("liger_kernel")
 
 from liger_kernel.transformers import monkey_patch, swiglu
 
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-)
 REPLACED = ("mixtral", "qwen3_moe", "hunyuan_v1_moe", "deepseek_v3")  # Liger has their experts
 CPU = {
     "rope": False,
@@ -90,17 +87,6 @@ def apply(target: Any) -> None:
         monkey_patch._apply_liger_kernel_to_instance(target, **CPU)
 
 
-def adapted(model: nn.Module) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
-    generator = torch.Generator().manual_seed(2)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return peft_model
-
-
 def build(model_type: str, way: str | None = None) -> Any:
     """A packed model with LoRA, to which Liger was applied at some point; in training mode."""
     state = tiny_model(model_type).state_dict()
@@ -110,10 +96,10 @@ def build(model_type: str, way: str | None = None) -> Any:
     model.load_state_dict(state)
     if way == "instance":
         apply(model)
-    moe_qlora.quantize_experts(model, BNB)
+    moe_qlora.quantize_experts(model, NF4)
     if way == "packed":
         apply(model)
-    peft_model = adapted(model)
+    peft_model = adapted(model, "all-linear")
     if way == "adapted":
         apply(peft_model.get_base_model())
     return peft_model.train()
@@ -161,24 +147,20 @@ def test_packed_experts_keep_their_forward(model_type, way):
 def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     """Loaded, saved, loaded again and taught in a process where Liger has replaced the class."""
 
-    def load(folder: Any, **options: Any) -> Any:
-        with moe_qlora.enabled():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-
-    expected = run(adapted(load(model_folder, quantization_config=BNB)).train())
+    expected = run(adapted(loaded(model_folder), "all-linear").train())
     apply("qwen3_moe")
-    model = load(model_folder, quantization_config=BNB)
+    model = loaded(model_folder)
     names = [type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)]
     assert set(names) == {"LigerExperts"}
     model.save_pretrained(tmp_path / "packed")
-    for again in (model, load(tmp_path / "packed")):
-        assert not moe_qlora.quantize_experts(again, BNB).slow_modules
-        taught = adapted(again).train()
+    for again in (model, loaded(tmp_path / "packed", None)):
+        assert not moe_qlora.quantize_experts(again, NF4).slow_modules
+        taught = adapted(again, "all-linear").train()
         assert_same(expected, run(taught))
         assert FusedExperts.calls == 0
     taught.save_pretrained(tmp_path / "adapter")
-    loaded = moe_qlora.load_adapter(load(tmp_path / "packed"), tmp_path / "adapter")
-    assert_same({"out": run(taught.eval())["out"]}, {"out": run(loaded.eval())["out"]})
+    again = moe_qlora.load_adapter(loaded(tmp_path / "packed", None), tmp_path / "adapter")
+    assert_same({"out": run(taught.eval())["out"]}, {"out": run(again.eval())["out"]})
     assert FusedExperts.calls == 0
 
 
@@ -213,11 +195,7 @@ def test_a_trainer_with_the_switch(device, model_folder, tmp_path):
             "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
             "use_cpu": on_cpu, "disable_tqdm": True, "gradient_checkpointing": True, **switch,
         }  # fmt: skip
-        with moe_qlora.enabled():
-            model = AutoModelForCausalLM.from_pretrained(
-                model_folder, quantization_config=BNB, dtype=torch.float32, device_map={"": device}
-            )
-        model = adapted(model)
+        model = adapted(loaded(model_folder, device_map={"": device}), "all-linear")
         data = datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(6)])
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         trained = trl.SFTTrainer(

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.testing import tiny_model
 from moe_qlora.train.offload import Offload
 from tests.helpers.delayed import delayed
-from tests.helpers.training import NF4, four_steps, logged_losses, trainer_of
+from tests.helpers.training import NF4, four_steps, loaded, logged_losses, trainer_of
 
 pytestmark = pytest.mark.usefixtures("quiet_loading")
 
@@ -29,11 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **block: Any) -> Any:
-    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["self_attn"])
     with moe_qlora.enabled(**block):
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, quantization_config=config
-        )
+        return loaded(folder, {**NF4, "llm_int8_skip_modules": ["self_attn"]})
 
 
 def adapted(model: Any) -> Any:

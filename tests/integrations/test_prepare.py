@@ -15,7 +15,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig
 from torch import nn
-from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
@@ -25,19 +24,13 @@ from moe_qlora.train import fit as speed_fit
 from moe_qlora.train import graphs as speed_graphs
 from moe_qlora.train import prepare
 from moe_qlora.train.flat_rows import has_flat_rows
+from tests.helpers import training
 
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-)
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 12}
 
 
 def adapted(model_type: str = "qwen3_moe", **options: Any) -> Any:
-    model = tiny_model(model_type, **options)
-    moe_qlora.quantize_experts(model, BNB)
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
-    return moe_qlora.get_peft_model(model, config, experts=True).train()
+    return training.adapted(training.packed(model_type, **options)).train()
 
 
 def state(model: Any) -> Any:

@@ -22,12 +22,10 @@ from transformers import (
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from tests.helpers.training import NF4, loaded
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-)
 STEPS = 10
 
 
@@ -46,13 +44,6 @@ def lora_config():
     return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def packed_model(folder):
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BNB, dtype=torch.float32
-        )
-
-
 def adapted_model(folder, way="ours", prepare=()):
     """A PeftModel over packed experts, the same each time.
 
@@ -64,13 +55,13 @@ def adapted_model(folder, way="ours", prepare=()):
     options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if way == "post-build":
         model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BNB, dtype=torch.float32
+            folder, quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.float32
         )
         if "before packing" in prepare:
             model = prepare_model_for_kbit_training(model, **options)
         moe_qlora.quantize_experts(model)
     else:
-        model = packed_model(folder)
+        model = loaded(folder)
     if "after packing" in prepare:
         model = prepare_model_for_kbit_training(model, **options)
     torch.manual_seed(1)
@@ -148,7 +139,7 @@ def test_ten_steps(way, reference, model_folder, tmp_path):
     assert losses(run)[-1] < losses(run)[0] - 0.5
     assert_equal(adapter(model), reference[1])
     assert not any(torch.equal(value, before[name]) for name, value in adapter(model).items())
-    for left, right in zip(codes(model), codes(packed_model(model_folder)), strict=True):
+    for left, right in zip(codes(model), codes(loaded(model_folder)), strict=True):
         assert torch.equal(left, right)
 
 
@@ -241,7 +232,7 @@ def test_checkpoints_hold_the_adapter_alone(model_folder, tmp_path):
         assert size < 1.1 * sum(value.nbytes for value in adapter(run.model).values()) + 10_000
         written = json.loads((folder / "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == str(model_folder)
-    decoded = packed_model(model_folder)
+    decoded = loaded(model_folder)
     decoded.dequantize()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

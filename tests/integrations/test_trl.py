@@ -20,26 +20,18 @@ from upstream import TRANSFORMERS
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.train.flat_rows import has_flat_rows
+from tests.helpers.training import NF4
+from tests.helpers.training import loaded as load
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-)
 GRPO = pytest.param("grpo", "peft", marks=pytest.mark.nightly)
 STEPS = 8
 
 
 def lora_config():
     return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def load(folder, **kwargs):
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BNB, dtype=torch.float32, **kwargs
-        )
 
 
 def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
@@ -63,7 +55,7 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
         keywords |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
         more["reward_funcs"] = letters
     if way == "folder":
-        model, more["quantization_config"] = str(folder), BNB
+        model, more["quantization_config"] = str(folder), BitsAndBytesConfig(**NF4)
         more["peft_config"] = dataclasses.replace(lora, target_parameters=EXPERTS)
     else:
         torch.manual_seed(1)

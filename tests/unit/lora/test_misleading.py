@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from peft import LoraConfig
 from torch import nn
+from training import adapted_layers
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -31,10 +33,8 @@ def nf4(**fields: Any) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **fields)
 
 
-def packed(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
-    model = tiny_model(model_type, **overrides)
-    moe_qlora.quantize_experts(model, nf4())
-    return model
+def packed(model_type: str = "qwen3_moe") -> Any:
+    return training.packed(model_type, nf4())
 
 
 def marked(**fields: Any) -> Any:
@@ -50,9 +50,7 @@ def lora(*modules: str, **fields: Any) -> LoraConfig:
 
 def adapted(model: nn.Module) -> set[str]:
     """The leaf names of layers, and the names of expert modules, that have LoRA."""
-    names = {
-        name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name
-    }
+    names = adapted_layers(model)
     return {name.replace(".base_layer", "").rpartition(".")[2] for name in names}
 
 

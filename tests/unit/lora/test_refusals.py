@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
+from training import packed
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
@@ -20,17 +19,6 @@ from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-@cache
-def _packed(model_type: str, **sizes: Any) -> Any:
-    model = tiny_model(model_type, **sizes)
-    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-    return model
-
-
-def packed(model_type: str = "qwen3_moe", **sizes: Any) -> Any:
-    return copy.deepcopy(_packed(model_type, **sizes))
 
 
 def adapt(model_type: str = "qwen3_moe", config: Any = None, **options: Any) -> Any:

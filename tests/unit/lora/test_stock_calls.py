@@ -5,19 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+import training
 import upstream
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from small_models import fill
 from torch import Tensor
+from training import NF4
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -26,12 +27,6 @@ from moe_qlora.lora.layer import ParamWrapper
 from moe_qlora.lora.model import LoraModel
 from moe_qlora.testing import tiny_inputs, tiny_model
 
-NF4 = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)
 # dbrx and llama4_text do not dispatch through transformers' experts interface
 TYPES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx"]
 ATTENTION = {"dbrx": ["Wqkv"], "deepseek_v3": ["o_proj", "kv_b_proj"]}
@@ -43,20 +38,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def _plain(model_type: str) -> Any:
-    return tiny_model(model_type, seed=1).eval()
-
-
-@cache
-def _packed(model_type: str) -> Any:
-    model = copy.deepcopy(_plain(model_type))
-    moe_qlora.quantize_experts(model, NF4)
-    return model
-
-
 def packed(model_type: str = "qwen3_moe") -> Any:
-    return copy.deepcopy(_packed(model_type))
+    return training.packed(model_type, seed=1).eval()
 
 
 def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> LoraConfig:
@@ -184,7 +167,7 @@ def test_what_is_wrong_is_said_as_by_our_own_calls(tmp_path: Path) -> None:
 
 
 def test_other_models_and_tuners_are_left_to_peft() -> None:
-    plain = copy.deepcopy(_plain("qwen3_moe"))
+    plain = tiny_model("qwen3_moe")
     assert type(peft.get_peft_model(plain, lora()).base_model) is StockLoraModel
     with pytest.raises(ValueError, match="not supported for LORA"):
         peft.get_peft_model(packed(), lora(), mixed=True)
@@ -243,12 +226,16 @@ def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
 
 
 def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None:
-    _plain("mixtral").save_pretrained(tmp_path / "base")
+    tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "base")
     with moe_qlora.enabled():
-        base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=NF4)
+        base: Any = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base", quantization_config=BitsAndBytesConfig(**NF4)
+        )
         model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))
         model.save_pretrained(tmp_path / "adapter")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", quantization_config=NF4)
+        again = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "adapter", quantization_config=BitsAndBytesConfig(**NF4)
+        )
     assert torch.equal(logits(again), step(model.eval())[0])
 
 

@@ -17,6 +17,7 @@ import small_models
 import torch
 from peft import LoraConfig
 from torch import nn
+from training import adapted_layers, packed
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
@@ -37,14 +38,6 @@ def build(model_type: str, *, packed: bool = True) -> Any:
     for _, module, name in [] if packed else list(parametrize.iter_packed(model)):
         parametrize.detach(module, name)
     return model
-
-
-def adapted_modules(model: nn.Module) -> set[str]:
-    """Dotted names of the modules that got LoRA, without PEFT's own parts."""
-    found = {
-        name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A." in name
-    }
-    return {name.removeprefix("base_model.model.") for name in found}
 
 
 def linear_names(model: nn.Module) -> set[str]:
@@ -126,7 +119,7 @@ def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through
         wrapped = moe_qlora.get_peft_model(model, config)
     else:
         wrapped = peft.get_peft_model(model, moe_qlora.adapt_lora_config(model, config))
-    assert adapted_modules(wrapped) == expected
+    assert adapted_layers(wrapped) == expected
     wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
@@ -139,20 +132,15 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
     """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
 
-    def packed() -> Any:
-        model: Any = tiny_model(model_type, dtype=torch.float32)
-        moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-        return model
-
     config = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
-    trained = moe_qlora.get_peft_model(packed(), config, **options)
-    reached = adapted_modules(trained)
+    trained = moe_qlora.get_peft_model(packed(model_type), config, **options)
+    reached = adapted_layers(trained)
     if "router" not in options:  # diffusion_gemma's decoder has its own, with the encoder's weights
         assert not any(re.search(r"\.router(\.|$)", name) for name in reached)
     trained.save_pretrained(tmp_path)
 
-    loaded = moe_qlora.load_adapter(packed(), tmp_path)
-    assert adapted_modules(loaded) == reached
+    loaded = moe_qlora.load_adapter(packed(model_type), tmp_path)
+    assert adapted_layers(loaded) == reached
     inputs = tiny_inputs(loaded)
     if model_type != "diffusion_gemma":  # whose forward draws noise
         with torch.no_grad():
@@ -160,12 +148,12 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
         assert torch.equal(*outputs)
     if model_type != "dbrx" or "experts" not in options:  # which stock PEFT cannot run
         stock = peft.PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
-        assert adapted_modules(stock) == reached
+        assert adapted_layers(stock) == reached
         stock(**inputs)
 
     trained.add_adapter("second", trained.peft_config["default"])
     trained.set_adapter("second")
-    assert adapted_modules(trained) == reached
+    assert adapted_layers(trained) == reached
     keys = [{k for k in trained.state_dict() if f".{name}." in k} for name in ("default", "second")]
     assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
     trained(**inputs)
@@ -178,7 +166,7 @@ def test_the_rewritten_types_keep_their_linears(model_type: str) -> None:
     leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     expected = {name for name in linear_names(model) if name.rpartition(".")[2] in leaves}
     wrapped = moe_qlora.get_peft_model(model, LoraConfig(target_modules=sorted(leaves)))
-    assert adapted_modules(wrapped) == expected
+    assert adapted_layers(wrapped) == expected
 
 
 def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
@@ -187,7 +175,7 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
         target_modules=["o_proj", "down_proj"], layers_to_transform=[1], exclude_modules=["o_proj"]
     )
     wrapped = moe_qlora.get_peft_model(model, config)
-    assert adapted_modules(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
+    assert adapted_layers(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
 
 
 @pytest.mark.parametrize("options", [{}, {"layers_pattern": "layers"}], ids=str)
@@ -296,7 +284,7 @@ def test_a_hosts_own_lora_config_stays_one(model_type: str, tmp_path: Path) -> N
 
     wrapped = moe_qlora.get_peft_model(model, config)
     plain = moe_qlora.get_peft_model(build(model_type), LoraConfig(**asked))
-    assert adapted_modules(wrapped) == adapted_modules(plain)
+    assert adapted_layers(wrapped) == adapted_layers(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what stock PEFT would load wrong
         wrapped.save_pretrained(tmp_path / "theirs")

@@ -13,12 +13,12 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from transformers import BitsAndBytesConfig
+from training import adapted_layers, packed
 
 import moe_qlora
 from moe_qlora.lora.layer import ReadLinear
 from moe_qlora.lora.targets import unfit_linears
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.testing import tiny_inputs
 
 UNFIT = {
     "deepseek_v4": "self_attn.o_a_proj",
@@ -26,20 +26,6 @@ UNFIT = {
     "nemotron_h": "mixer.out_proj",
     "phimoe": "mlp.router",
 }
-
-
-def packed(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = tiny_model(model_type, dtype=dtype)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    return model
-
-
-def adapted(model: nn.Module) -> set[str]:
-    return {
-        name.removeprefix("base_model.model.").split(".lora_A")[0]
-        for name, _ in model.named_parameters()
-        if "lora_A" in name
-    }
 
 
 @pytest.mark.parametrize("model_type", UNFIT)
@@ -51,7 +37,7 @@ def test_all_linear_leaves_them_out(model_type: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="target_modules")
         peft_model = moe_qlora.get_peft_model(model, LoraConfig(target_modules="all-linear"))
-    assert adapted(peft_model) == linears - unfit
+    assert adapted_layers(peft_model) == linears - unfit
     assert set(unfit_linears(peft_model.get_base_model())) == unfit
     peft_model(**tiny_inputs(model))
     again = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules="all-linear"))
@@ -115,7 +101,7 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
 
 def test_a_weight_that_mambas_kernel_reads() -> None:
     """In bf16 the sum stays bf16, which the kernel multiplies by as it is."""
-    model = packed("granitemoehybrid", torch.bfloat16)
+    model = packed("granitemoehybrid", dtype=torch.bfloat16)
     config = LoraConfig(r=3, target_modules=["out_proj"], init_lora_weights=False)
     peft_model = moe_qlora.get_peft_model(model, config)
     [layer] = [m for m in peft_model.modules() if isinstance(m, ReadLinear)]
@@ -145,13 +131,13 @@ def test_modules_around_linear_layers_are_left_out_and_said(
             model, LoraConfig(target_modules=targets, init_lora_weights=False)
         )
     expected = {n for n, m in base.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends)}
-    assert adapted(peft_model) == expected
+    assert adapted_layers(peft_model) == expected
     peft_model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="target_modules")
         again = moe_qlora.load_adapter(copy.deepcopy(base), tmp_path)
         stock = PeftModel.from_pretrained(base, tmp_path)
-    assert adapted(again) == adapted(stock) == expected
+    assert adapted_layers(again) == adapted_layers(stock) == expected
     inside = LoraConfig(target_modules=["q_proj.linear"])
-    named = adapted(moe_qlora.get_peft_model(packed(model_type), inside))
+    named = adapted_layers(moe_qlora.get_peft_model(packed(model_type), inside))
     assert named and all(name.endswith("q_proj.linear") for name in named)
