@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from folders import bits, check_folder, contents
 from torch import nn
 from training import NF4, SETTINGS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import quantize_experts
 from moe_qlora.checkpoint.folder import left_behind, staging
 from moe_qlora.checkpoint.manifest import Manifest, read_manifest
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
@@ -34,9 +34,7 @@ KINDS = SETTINGS | {
 
 def packed(family: str = "qwen3_moe", kind: str = "nf4", seed: int = 0, **overrides: Any) -> Any:
     """A model of which the experts alone are packed; its Linear layers are plain."""
-    model = tiny_model(family, dtype=torch.bfloat16, seed=seed, **overrides)
-    quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
-    return model
+    return training.packed(family, KINDS[kind], dtype=torch.bfloat16, seed=seed, **overrides)
 
 
 def loaded(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> Any:
@@ -49,8 +47,7 @@ def loaded(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> Any:
 
 
 def reload(folder: Path, cls: Any = AutoModelForCausalLM, **kwargs: Any) -> Any:
-    with moe_qlora.enabled():
-        return cls.from_pretrained(folder, **kwargs)
+    return training.loaded(folder, None, cls, **{"dtype": "auto", **kwargs})
 
 
 def manifest_of(folder: Path) -> Manifest:

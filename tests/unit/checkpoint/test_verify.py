@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from folders import contents
 from safetensors.torch import load_file, save_file
 from training import SETTINGS as KINDS
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import loaded
+from transformers import AutoModelForCausalLM
 
 import moe_qlora
-from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError
@@ -37,19 +38,13 @@ def folders(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> tuple[Any, 
     """A model packed while it was loaded, its folder, and the folder of its source."""
     plain = tiny_model(family, dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path / "source")
-    config = BitsAndBytesConfig(**KINDS[kind])
-    with moe_qlora.enabled():
-        model = type(plain).from_pretrained(
-            tmp_path / "source", quantization_config=config, dtype=torch.bfloat16
-        )
+    model = loaded(tmp_path / "source", KINDS[kind], type(plain), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "packed", max_shard_size="50KB")
     return model, tmp_path / "packed", tmp_path / "source"
 
 
-def small(kind: str = "nf4") -> Any:
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
-    quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
-    return model
+def small() -> Any:
+    return training.packed(dtype=torch.bfloat16, num_hidden_layers=1)
 
 
 def check_damaged(result: tuple[int, str, str], *parts: str) -> None:

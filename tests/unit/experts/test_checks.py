@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, prepare_model_for_kbit_training
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import prepare_model_for_kbit_training
+from training import NF4, SETTINGS, loaded, lora
 
 import moe_qlora
 from moe_qlora import testing
@@ -28,34 +28,20 @@ def folder(tmp_path_factory):
 
 
 def load(folder, stored, *, adapter=True):
-    if stored == "int8":
-        config = BitsAndBytesConfig(load_in_8bit=True)
-    else:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_quant_storage=stored,
-        )
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=torch.float32
-        )
-    if not adapter:
-        return model
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return moe_qlora.get_peft_model(model, lora, experts=True)
+    settings = SETTINGS["int8"] if stored == "int8" else {**NF4, "bnb_4bit_quant_storage": stored}
+    model = loaded(folder, settings)
+    return lora(model, "q_proj", task_type="CAUSAL_LM") if adapter else model
 
 
 @pytest.fixture(scope="module")
 def adapted(folder):
     """A function: a copy of the model with LoRA whose codes are stored so."""
-    loaded = {}
+    made = {}
 
     def copied(stored):
-        if stored not in loaded:
-            loaded[stored] = load(folder, stored)
-        return copy.deepcopy(loaded[stored])
+        if stored not in made:
+            made[stored] = load(folder, stored)
+        return copy.deepcopy(made[stored])
 
     return copied
 

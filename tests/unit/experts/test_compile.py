@@ -13,14 +13,13 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from tests.helpers.mxfp4 import write_gpt_oss
-from tests.helpers.training import SETTINGS
+from tests.helpers.training import NF4, SETTINGS, adapted, loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -51,24 +50,14 @@ def _nothing_compiled() -> Any:
 def packed(folder: Path, model_type: str, codes: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model of packed experts and Linear layers, with LoRA on both."""
     layers = 3 if model_type == "deepseek_v3" else 2  # the first of which is dense there
-    settings = SETTINGS.get(codes, SETTINGS["nf4"])
     if codes == "kept":
         write_gpt_oss(folder, num_hidden_layers=layers, hidden_size=64, intermediate_size=64)
         folder = folder / "maker"
     else:
         tiny_model(model_type, num_hidden_layers=layers, dtype=dtype).save_pretrained(folder)
     with moe_qlora.enabled(keep_codes=codes == "kept"):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**settings), dtype=dtype
-        )
-    torch.manual_seed(1)
-    target = "o_proj" if model_type == "deepseek_v3" else "q_proj"
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=[target])
-    peft_model: Any = moe_qlora.get_peft_model(model, config, experts=True)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return peft_model.train()
+        model = loaded(folder, SETTINGS.get(codes, NF4), dtype=dtype)
+    return adapted(model, ["o_proj" if model_type == "deepseek_v3" else "q_proj"]).train()
 
 
 def layers_of(model: nn.Module) -> list[Any]:

@@ -7,36 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig
+from folders import bits
+from training import NF4, loaded
 
-import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
 
-def loaded(tmp_path: Path, storage: str, seed: int = 0) -> Any:
+def load(tmp_path: Path, storage: str, seed: int = 0) -> Any:
     """A model whose Linear layers bitsandbytes has packed, and the package its experts."""
     plain = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, seed=seed)
     folder = tmp_path / f"plain{seed}"
     plain.save_pretrained(folder)
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_use_double_quant=True, bnb_4bit_quant_storage=storage
-    )
-    with moe_qlora.enabled():
-        return type(plain).from_pretrained(folder, quantization_config=config)
-
-
-def stored(model: Any) -> dict[str, tuple[Any, ...]]:
-    return {
-        key: (tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        for key, tensor in model.state_dict().items()
-    }
+    return loaded(folder, {**NF4, "bnb_4bit_quant_storage": storage}, dtype="auto")
 
 
 def test_a_whole_model_is_loaded(tmp_path):
-    source, model = loaded(tmp_path, "bfloat16"), loaded(tmp_path, "bfloat16", seed=1)
+    source, model = load(tmp_path, "bfloat16"), load(tmp_path, "bfloat16", seed=1)
     assert str(model.load_state_dict(source.state_dict())).startswith("<All")
-    assert stored(model) == stored(source)
+    assert bits(model) == bits(source)
     layer = model.model.layers[0].self_attn.q_proj
     assert layer.quant_state is layer.weight.quant_state
     for (_, mine, name), (_, right, _) in zip(
@@ -46,10 +35,10 @@ def test_a_whole_model_is_loaded(tmp_path):
 
 
 def test_crafted_statistics_of_a_linear_layer_are_refused(tmp_path):
-    model = loaded(tmp_path, "uint8")
-    state, before = model.state_dict(), stored(model)
+    model = load(tmp_path, "uint8")
+    state, before = model.state_dict(), bits(model)
     key = "model.layers.0.self_attn.q_proj.weight.nested_absmax"
     state[key] = state[key][:0]
     with pytest.raises(RuntimeError, match=r"q_proj\.weight has float32 of shape \(0,\) as its"):
         model.load_state_dict(state)
-    assert stored(model) == before
+    assert bits(model) == before

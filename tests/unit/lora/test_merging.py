@@ -10,20 +10,19 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+import training
 from bitsandbytes import functional as bnb_functional
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import SETTINGS, loaded
+from transformers import AutoModelForCausalLM
 
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
 IDS = torch.randint(0, 60, (2, 7), generator=torch.Generator().manual_seed(0))
-CONFIGS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "int8": {"load_in_8bit": True},
-}
+KINDS = ("nf4", "int8")
 pytestmark = pytest.mark.filterwarnings("ignore:Merge lora module:UserWarning")
 
 
@@ -34,21 +33,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(source: Path, kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
-    settings = dict(CONFIGS[kind])
-    if kind == "nf4":
-        settings["bnb_4bit_compute_dtype"] = dtype
-    with moe_qlora.enabled():
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            source, quantization_config=BitsAndBytesConfig(**settings), dtype=dtype
-        )
-    return model
+def load(source: Path, kind: str = "nf4", dtype: torch.dtype = torch.float32) -> Any:
+    return loaded(source, {**SETTINGS[kind], "bnb_4bit_compute_dtype": dtype}, dtype=dtype)
 
 
 def adapted(model: Any, targets: tuple[str, ...] = ("q_proj", "o_proj")) -> Any:
-    torch.manual_seed(1)
-    config = LoraConfig(r=3, target_modules=list(targets), init_lora_weights=False)
-    return moe_qlora.get_peft_model(model, config, experts=True).eval()
+    return training.adapted(model, targets).eval()
 
 
 def dequantized(layer: Any) -> Tensor:
@@ -96,12 +86,12 @@ def logits(model: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_dtype_gives_a_plain_model(
     source: Path, tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
-    base = loaded(source, kind, dtype)
+    base = load(source, kind, dtype)
     model = adapted(base)
     before, expected = logits(model), expected_linears(model)
     merged = model.merge_and_unload(dtype=torch.float32)
@@ -123,9 +113,9 @@ def test_a_dtype_gives_a_plain_model(
     assert torch.equal(logits(again), logits(merged.eval()))
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_only_a_later_adapter_has_are_merged_exactly(source: Path, kind: str) -> None:
-    model = adapted(loaded(source, kind), targets=("o_proj",))
+    model = adapted(load(source, kind), targets=("o_proj",))
     both = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model.add_adapter("later", both)
     model.set_adapter("later")
@@ -135,10 +125,10 @@ def test_layers_that_only_a_later_adapter_has_are_merged_exactly(source: Path, k
         torch.testing.assert_close(merged.get_submodule(name).weight.data, weight)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["the model's", "another"])
 def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dtype | None) -> None:
-    model = adapted(loaded(source, kind))
+    model = adapted(load(source, kind))
     before, codes = logits(model), {n: t.clone() for n, t in packed_tensors(model)}
     expected = expected_linears(model)
     for _ in range(2):
@@ -168,7 +158,7 @@ def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dty
 def test_a_broken_linear_adapter_is_not_merged_safely(
     source: Path, dtype: torch.dtype | None
 ) -> None:
-    model = adapted(loaded(source), targets=("q_proj",))
+    model = adapted(load(source), targets=("q_proj",))
     codes = {name: tensor.clone() for name, tensor in packed_tensors(model)}
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
     layer.lora_A["default"].weight.data[0, 0] = float("nan")

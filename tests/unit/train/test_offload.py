@@ -17,7 +17,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import ConfigError
@@ -25,6 +24,7 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 from moe_qlora.train import offload as host_memory
 from moe_qlora.train.offload import _Hosted
+from tests.helpers import training
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import (
     equal,
@@ -37,17 +37,7 @@ from tests.helpers.fitting import (
     with_lora,
 )
 from tests.helpers.folders import bits
-
-CODECS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "nf4 twice": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_quant_storage": torch.bfloat16,
-    },
-    "int8": {"load_in_8bit": True},
-}
+from tests.helpers.training import NF4, SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +46,9 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
         yield made
 
 
-def packed(codec: str = "nf4 twice", layers: int = 4, **overrides: Any) -> Any:
-    model = tiny_model("qwen3_moe", num_hidden_layers=layers, **{"num_experts": 2, **overrides})
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS[codec]))
-    return model
+def packed(codec: str = "bf16 storage", seed: int = 0) -> Any:
+    sizes = {"num_hidden_layers": 4, "num_experts": 2}
+    return training.packed(settings=SETTINGS[codec], seed=seed, **sizes)
 
 
 def lists_of(model: Any) -> list[Any]:
@@ -67,7 +56,7 @@ def lists_of(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "reentrant"), [("nf4", None), ("int8", False), ("nf4 twice", True)]
+    ("codec", "reentrant"), [("nf4", None), ("int8", False), ("bf16 storage", True)]
 )
 def test_steps_are_those_of_the_resident_model(
     codec: str, reentrant: bool | None, devices: list[Delayed]
@@ -190,11 +179,10 @@ def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path: Path)
         assert first.read_bytes() == second.read_bytes(), name
 
 
-@pytest.mark.parametrize(("codec", "assign"), [("nf4 twice", True), ("int8", False)])
+@pytest.mark.parametrize(("codec", "assign"), [("bf16 storage", True), ("int8", False)])
 def test_weights_that_are_loaded_meanwhile_count(codec: str, assign: bool) -> None:
     model = packed(codec)
-    other: Any = tiny_model("qwen3_moe", seed=5, num_hidden_layers=4, num_experts=2)
-    moe_qlora.quantize_experts(other, BitsAndBytesConfig(**CODECS[codec]))
+    other = packed(codec, seed=5)
     inputs = tiny_inputs(model)
     expected = other(**inputs).logits
     before = model(**inputs).logits
@@ -292,7 +280,7 @@ def test_a_move_that_fails_leaves_each_layer_whole(
 def test_what_fit_memory_has_brought_is_still_the_same_offload(room: str) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=5)
     with moe_qlora.enabled(offload=True):
-        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS["nf4"]))
+        moe_qlora.quantize_experts(model, NF4)
     model = with_lora(model)
     memory = least_memory(model) if room == "least" else 1 << 40
     with fitted(model, memory) as fit:

@@ -17,13 +17,12 @@ from graphed import recorded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from transformers import BitsAndBytesConfig
 from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.experts import projection
 from moe_qlora.planning import levels
-from moe_qlora.testing import tiny_model
+from tests.helpers import training
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
 
@@ -48,9 +47,8 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed(layers: int = 4) -> Any:
-    model: Any = tiny_model("qwen3_moe", num_hidden_layers=layers, num_experts=2)
+    model = training.packed(num_hidden_layers=layers, num_experts=2)
     model.config.use_cache = False
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     return with_lora(model)
 
 
@@ -122,24 +120,6 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
             assert equal(steps(model, ids, weights, 1), resident)
         assert graphs.recorded == 4
         off.remove()  # type: ignore[union-attr]
-
-
-@pytest.mark.usefixtures("graphed")
-def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
-    model = packed()
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with recorded(model) as graphs, moe_qlora.offload_experts(model) as off:
-        assert equal(steps(model, ids, weights), resident)
-        _, lease = off.fetch(off._blocks[1], True)  # As the traceback of an exception would
-        model.load_state_dict(weights, strict=False)
-        with Reads(devices):
-            assert equal(train(model, ids, STEPS), resident)
-            assert len(devices[0].made) > 2 and graphs.recorded == 4
-            del lease
-            made = len(devices[0].made)
-            assert equal(steps(model, ids, weights), resident)
-            assert len(devices[0].made) == made and graphs.recorded == 4
 
 
 @pytest.mark.usefixtures("graphed")
