@@ -14,7 +14,6 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_config
 from tests.helpers.lora_layer import Provider
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
-from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 
@@ -40,86 +39,6 @@ def test_decode_equals_the_definition(dtype, shape):
     grouped_mm.decode(packed, out)
     assert torch.equal(out.cpu(), expected.to(dtype))
     assert torch.equal(codec.unpack(packed).cpu(), expected.to(dtype))
-
-
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("shape", [(4, 192, 320), (4, 200, 96), (4, 320, OSS), (4, OSS, 320)])
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
-def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
-    """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
-    from moe_qlora.kernels import cards, quantized_mm, table
-    from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.factors import Factors
-    from moe_qlora.kernels.table import Matmul
-
-    table.prepare(torch.device("cuda", 0))
-    count, rows, columns = shape
-    packed, decoded = weight(*shape)
-    inner, outer = (rows, columns) if back else (columns, rows)
-    torch.manual_seed(0)
-    index = torch.randint(count - 1, (count * 90, 1), device="cuda")  # the last has no rows
-    routing = routing_.route(index, count)
-    x = torch.randn(len(index), inner + 16, device="cuda", dtype=torch.bfloat16)
-    factor = torch.randn(count, outer, 16, device="cuda", dtype=torch.bfloat16)
-    offsets = routing.expert_offsets[: count + 1].tolist()
-    right = torch.empty(len(index), outer, device="cuda", dtype=torch.float64)
-    for e in range(count):
-        some = x[offsets[e] : offsets[e + 1]].double()
-        matrix = decoded[e].cuda().double()
-        base = some[:, :inner] @ (matrix if back else matrix.t())
-        right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
-    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
-    portable, factors = quantized_mm.KERNEL, Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
-    asked = Matmul(packed, x.dtype, len(x), not back, factors=factors, kernel=portable, tile=tile)
-    assert portable.supports(asked._replace(rows=1))
-    cuts = {portable.cut(asked, tile)}
-    with cards.acting_as(cards.PORTABLE):
-        cuts.add(portable.cut(asked, tile))
-    for config in cuts:
-        matmul = asked._replace(cut=config)
-        for span in ((0, outer), (64, min(128, outer))):
-            absmax = portable.prepare(matmul, sorted_rows, span, "first")
-            found = portable.launch(x, matmul, absmax, sorted_rows, span)
-            expected = right[:, slice(*span)]
-            assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
-
-
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize("shape", [(4, 192, 320), (4, OSS, 192)])
-def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
-    from moe_qlora.kernels import quantized_mm_hopper, table
-    from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.table import Matmul
-
-    kernel = quantized_mm_hopper.KERNEL
-    packed, decoded = weight(*shape, dtype=dtype)
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    assert table.works(kernel, packed.spec)
-    count, rows, columns = shape
-    inner = rows if back else columns
-    torch.manual_seed(0)
-    index = torch.randint(count, (count * 170, 1), device="cuda")
-    routing = routing_.route(index, count)
-    x = torch.randn(len(index), inner, device="cuda", dtype=dtype)
-    offsets = routing.expert_offsets[: count + 1].tolist()
-    matrices = decoded.cuda().double()
-    right = torch.cat(
-        [
-            x[offsets[e] : offsets[e + 1]].double() @ (matrices[e] if back else matrices[e].t())
-            for e in range(count)
-        ]
-    )
-    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
-    matmul = Matmul(packed, dtype, len(x), not back, kernel=kernel, tile=tile)
-    assert kernel.supports(matmul)
-    found = [table.multiply(x, matmul, sorted_rows) for _ in range(3)]
-    assert table.works(kernel, packed.spec)  # it has compiled
-    limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
-    assert (found[0].double() - right).norm() < limit * right.norm()
-    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def layer(hidden: int, inner: int, count: int, dtype: torch.dtype):
