@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_qlora.experts import forward
@@ -72,6 +74,38 @@ def build(
     elif model_type not in OUTSIDE_THE_INTERFACE:
         model.set_experts_implementation(implementation)
     return model.eval()
+
+
+def decoded(model: Any) -> Any:
+    """A copy with every packed weight decoded for good, on the loop over experts."""
+    twin = copy.deepcopy(model)
+    for _, module, name in list(parametrize.iter_packed(twin)):
+        if parametrize.is_packed(module, name):  # tied ones are met twice
+            parametrize.detach(module, name)
+    for module in twin.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation_internal"):
+            config._experts_implementation_internal = "eager"
+    return twin
+
+
+def slow_delta(wrapper: Any, a: Tensor, b: Tensor, adapter: str = "default") -> Tensor:
+    """s B A, one expert after the other, straight from PEFT's layout of lora_A and lora_B."""
+    shape, rank = wrapper.get_param().shape, wrapper.r[adapter]
+    count = shape[0] if len(shape) == 3 else 1
+    transposed = getattr(wrapper.get_base_layer(), "is_transposed", False) and len(shape) == 3
+    each = []
+    for e in range(count):
+        delta = b[:, torch.arange(rank) * count + e] @ a[e * rank : (e + 1) * rank]
+        each.append(delta.T if transposed else delta)
+    whole = torch.stack(each).view(shape)
+    return whole * (wrapper.lora_alpha[adapter] / rank)
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether the largest difference is that small beside the largest value."""
+    scale = right.abs().max().clamp(min=1e-12)
+    return bool((left - right).abs().max() / scale < tolerance)
 
 
 def lora_config(**changes: Any) -> LoraConfig:

@@ -164,23 +164,6 @@ def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     assert FusedExperts.calls == 0
 
 
-@pytest.mark.parametrize("what", ["layers", pytest.param("whole", marks=pytest.mark.nightly)])
-def test_compiles_where_liger_came_last(what):
-    """Nothing of ours runs between Liger and the first compiled forward, not even `eval()`."""
-    expected = run(build("qwen3_moe").eval())["out"]
-    torch.compiler.reset()
-    model = build("qwen3_moe").eval()
-    base = model.get_base_model()
-    inputs = tiny_inputs(base)
-    for module in base.model.layers if what == "layers" else [model]:
-        module.compile(backend="eager", fullgraph=what == "layers")
-    apply(base)
-    with torch.no_grad():
-        torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-5, atol=1e-6)
-    assert FusedExperts.calls == 0
-    torch.compiler.reset()
-
-
 @pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 @pytest.mark.filterwarnings("ignore")  # By TRL 1.14, and dill
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

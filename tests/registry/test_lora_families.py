@@ -24,6 +24,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from small_models import decoded, slow_delta
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import BitsAndBytesConfig
@@ -31,7 +32,6 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.layout import ModelLayout
 from moe_qlora.lora import layer as lora
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 NO_TEXT_FORWARD = {"dots3_note_vision_encoder", "qwen3_omni_moe"}  # as in test_models.py
@@ -98,19 +98,6 @@ def make_case(model_type: str) -> Case:
     return Case(model_type, base, decoded(base), layout, routers, tiny_inputs(base))
 
 
-def decoded(model: Any) -> Any:
-    """A copy with every packed stack decoded for good, on the loop over experts."""
-    twin = copy.deepcopy(model)
-    for _, module, name in list(parametrize.iter_packed(twin)):
-        if parametrize.is_packed(module, name):
-            parametrize.detach(module, name)
-    for module in twin.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation_internal"):
-            config._experts_implementation_internal = "eager"
-    return twin
-
-
 def attention_linears(model: nn.Module, routers: list[str]) -> list[str]:
     """Names of the text layers' Linear layers outside every feed-forward block."""
     return [
@@ -140,21 +127,6 @@ def fill(model: nn.Module, seed: int = 2) -> None:
         if ".lora_" in name:
             size = 0.05 if ".lora_B" in name else 0.1
             parameter.data = torch.randn(parameter.shape, generator=generator) * size
-
-
-def stack_delta(wrapper: Any, shape: torch.Size, a: Tensor, b: Tensor) -> Tensor:
-    """s B A, one expert after the other, straight from PEFT's layout of lora_A and lora_B."""
-    rank = wrapper.r["default"]
-    count = shape[0] if len(shape) == 3 else 1
-    transposed = getattr(wrapper.get_base_layer(), "is_transposed", False) and len(shape) == 3
-    each = []
-    for e in range(count):
-        of_expert = torch.arange(rank) * count + e
-        delta = b[:, of_expert] @ a[e * rank : (e + 1) * rank]
-        each.append(delta.T if transposed else delta)
-    whole = torch.stack(each) if len(shape) == 3 else each[0]
-    assert whole.shape == shape
-    return whole * (wrapper.lora_alpha["default"] / rank)
 
 
 @dataclass
@@ -229,7 +201,7 @@ def run_reference(case: Case, model: Any, dtype: torch.dtype = torch.float32) ->
             leaves[f"{name} {part}"] = held.to(dtype, copy=True).requires_grad_()
         a, b = leaves[f"{name} lora_A"], leaves[f"{name} lora_B"]
         if isinstance(layer, lora.StockParamWrapper):
-            weights[name] = weight + stack_delta(layer, weight.shape, a, b)
+            weights[name] = weight + slow_delta(layer, a, b)
         else:
             weights[name] = weight + (b @ a) * layer.scaling["default"]
     twin.requires_grad_(False)
@@ -334,11 +306,7 @@ def unpacked(case: Case) -> Any:
     with torch.no_grad():
         for param in case.layout:
             model.get_parameter(param.name).copy_(case.twin.get_parameter(param.name))
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_experts_implementation_internal"):
-            config._experts_implementation_internal = "eager"
-    return model
+    return decoded(model)  # on the loop over experts
 
 
 def run(model: Any, case: Case) -> Tensor:

@@ -318,27 +318,6 @@ def test_tied_experts_are_packed_once_and_stay_tied() -> None:
         assert first.down_proj is second.down_proj
 
 
-def test_a_failure_on_a_tied_stacks_second_module_undoes_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny()
-    first, second = (layer.mlp.experts for layer in model.model.layers)
-    second.gate_up_proj = weight = first.gate_up_proj
-    order, real = list(first._parameters), parametrize.attach
-
-    def failing(module: nn.Module, name: str, stack: Any) -> None:
-        if module is second:
-            raise torch.OutOfMemoryError("no memory left")
-        real(module, name, stack)
-
-    monkeypatch.setattr(parametrize, "attach", failing)
-    with pytest.raises(QuantizationError, match="Packed: none"):
-        quantize_experts(model, nf4())
-    assert first.gate_up_proj is second.gate_up_proj is weight
-    assert sorted(first._parameters) == sorted(order)
-    assert not packed(model)
-
-
 def spoil(model: nn.Module, how: str) -> None:
     module, name = model.get_submodule("model.layers.1.mlp.experts"), "down_proj"
     weight = module._parameters[name]

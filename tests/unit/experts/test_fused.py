@@ -137,31 +137,6 @@ def test_a_recomputation_gives_what_is_saved_later(case, finished):
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
-    from moe_qlora.kernels import grouped_mm, table
-
-    module, provider, parts = case
-    monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
-    decoded = []
-    real = grouped_mm.decode
-    monkeypatch.setattr(
-        grouped_mm,
-        "decode",
-        lambda packed, *a, **k: decoded.append(packed.shape) or real(packed, *a, **k),
-    )
-    first, second = (E, 2 * INNER, H), (E, H, INNER)
-    plain = layer_gradients(module, provider, parts)
-    assert decoded == [first, second, first]  # the second stack is still there for backward
-    decoded.clear()
-    again = layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
-    assert decoded == [first, second, first, second]
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-    decoded.clear()
-    # The output is saved as well, so that the recomputation goes on to the second product.
-    layer_gradients(lambda *p: checkpointed(lambda *q: module(*q).square(), *p), provider, parts)
-    assert decoded == [first, second, first, second]
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_for_any_number_of_tokens(case):
     module, provider, _ = case

@@ -1,62 +1,21 @@
-"""gpt-oss's experts on the MXFP4 codes of their checkpoint: stored transposed, interleaved, biased.
-
-The 16-bit model beside them has the dequantized weights as plain parameters.
-"""
+"""gpt-oss's experts on the MXFP4 codes of their checkpoint: stored transposed, interleaved, biased."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
+from moe_qlora.testing import tiny_model
 from tests.helpers.lora_layer import Provider, layer_gradients
-from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
-from tests.helpers.small_models import SMALL
+from tests.helpers.mxfp4 import mxfp4_weight
 
 E, H, INNER, K, T = 3, 32, 96, 2, 11
 NAMES = ("gate_up_proj", "down_proj")
-
-
-def stored(seed: int):
-    """Blocks and scales of both projections, `(E, out, in)`."""
-    shapes = ((E, 2 * INNER, H), (E, H, INNER))
-    return [random_mxfp4(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
-
-
-def plain_model(dtype: torch.dtype = torch.float32):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gpt_oss", **SMALL | {"hidden_size": H, "num_attention_heads": 4, "num_key_value_heads": 4},
-        num_local_experts=E, intermediate_size=INNER, head_dim=8,
-        layer_types=["full_attention"] * 2,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for index, layer in enumerate(model.model.layers):
-        for name, (blocks, scales) in zip(NAMES, stored(10 * index), strict=True):
-            weight = getattr(layer.mlp.experts, name)
-            weight.data = slow_decode(blocks, scales).transpose(1, 2).contiguous()
-        for name in NAMES:
-            nn.init.normal_(getattr(layer.mlp.experts, f"{name}_bias"), std=0.3)
-    for parameter in model.parameters():  # the same random numbers in every dtype
-        parameter.data = parameter.data.to(dtype)
-    model.set_experts_implementation("eager")
-    return model.eval().requires_grad_(False)
-
-
-def kept_model(dtype: torch.dtype = torch.float32):
-    model = plain_model(dtype)
-    for index, layer in enumerate(model.model.layers):
-        for name, (blocks, scales) in zip(NAMES, stored(10 * index), strict=True):
-            packed = keep(blocks, scales, transposed=True, dtype=dtype)
-            assert packed.shape == getattr(layer.mlp.experts, name).shape
-            parametrize.attach(layer.mlp.experts, name, packed)
-    names = [f"model.layers.{i}.mlp.experts" for i in range(2)]
-    assert experts.activate(model, names) == ()
-    return model
+SHAPES = ((E, 2 * INNER, H), (E, H, INNER))  # as stored, (E, out, in)
 
 
 def close(ours, theirs, tolerance):
@@ -72,7 +31,14 @@ def error(ours, theirs):
 @pytest.fixture
 def layer():
     """An fp16 experts module on MXFP4 codes with LoRA, and x, index, weights."""
-    module = kept_model(torch.float16).model.layers[0].mlp.experts
+    sizes = {"hidden_size": H, "intermediate_size": INNER, "num_local_experts": E}
+    model = tiny_model("gpt_oss", dtype=torch.float16, num_hidden_layers=1, **sizes)
+    module = model.requires_grad_(False).model.layers[0].mlp.experts
+    for seed, (name, shape) in enumerate(zip(NAMES, SHAPES, strict=True)):
+        nn.init.normal_(getattr(module, f"{name}_bias"), std=0.3)
+        packed = mxfp4_weight(*shape, seed=seed, transposed=True, dtype=torch.float16)
+        parametrize.attach(module, name, packed)
+    assert experts.activate(model, ["model.layers.0.mlp.experts"]) == ()
     torch.manual_seed(3)
     provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
     operands.set_lora_source(module, provider)

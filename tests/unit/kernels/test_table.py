@@ -9,7 +9,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from fused_layer import CASES, SILU, Case, check_layer, stack_of  # noqa: E402
+from fused_layer import SILU, Case, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
     cards,
@@ -20,11 +20,9 @@ from moe_qlora.kernels import (  # noqa: E402
     quantized_mm_rs,
     table,
 )
-from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
-from moe_qlora.kernels.table import Kernel, Matmul  # noqa: E402
+from moe_qlora.kernels.table import Matmul  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
-from moe_qlora.packing import codec  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -90,37 +88,6 @@ def test_reordered_columns_and_back():
     assert torch.equal(restored_order(reordered(x)), x)
 
 
-def test_which_matmuls_hold_weights_in_registers(monkeypatch):
-    """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
-    known = {(HOPPER.name, kind, -1): False for kind in ("nf4", "mxfp4")}
-    monkeypatch.setattr(table, "validated", known | {(RS.name, "nf4", -1): True})
-    monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (128, 200))
-    for columns, kind, many, by_rows, taken in [
-        (512, ("nf4", True), 130, True, True),
-        (512, ("fp4", False), 130, True, True),
-        (512, ("nf4", True), 127, True, False),
-        (512, ("nf4", True), 201, True, False),
-        (512, ("nf4", True), 130, False, False),
-        (320, ("nf4", True), 130, True, False),
-        (256, ("nf4", True), 130, True, False),
-        (512, ("int8", False), 130, True, False),
-        (512, ("mxfp4", False), 130, True, False),
-    ]:
-        packed = stack_of((2, 128, columns), *kind)
-        asked = Matmul(packed, torch.bfloat16, 2 * many, by_rows)
-        with cards.acting_as(HOPPER_CARD):
-            matmul = table.choose(asked)
-            backward = table.choose(asked._replace(backward=True))
-            held = table.choose(asked._replace(held=True))
-        assert (matmul.kernel is RS) == taken, (columns, kind, many, by_rows)
-        assert matmul.tile == (limits.WIDEST_TILE if taken else limits.WIDE_TILE)
-        routing = routing_.route(torch.arange(2 * many)[:, None] % 2, 2)
-        assert routing.table(matmul.tile) is (routing.widest if taken else routing.wide)
-        assert backward.kernel is not RS
-        assert not held.kernel.on_codes
-    assert not table.choose(asked._replace(rows=4 * 10**6, by_rows=True)).kernel.on_codes
-
-
 @pytest.mark.parametrize(
     ("each", "reused", "taken"),
     [(21, False, False), (22, False, True), (512, False, True), (513, False, False),
@@ -172,44 +139,3 @@ def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     int8 = WeightSpec((2, 192, 512), "int8", 0, 0, 0)
     assert table.works(quantized_mm.KERNEL, int8)
     assert (quantized_mm.KERNEL.name, "int8", 0) in table.validated
-
-
-def test_a_kernel_is_a_file_and_a_row(monkeypatch):
-    """A kernel that is put into the table is used by a layer, forward and backward."""
-    seen = []
-
-    def prepare(matmul, routing, span, name):
-        weight = codec.unpack(matmul.packed)
-        return weight if matmul.by_rows else weight.transpose(1, 2)
-
-    def launch(x, matmul, weight, routing, span, products=None):
-        """Expert by expert, in plain torch: rows after the last expert's are left as zeros."""
-        seen.append((matmul.backward, span))
-        part, y = slice(*span), x.new_zeros(routing.count, span[1] - span[0])
-        offsets, inner = routing.expert_offsets.tolist(), matmul.inner
-        for e in range(routing.experts):
-            rows = slice(offsets[e], offsets[e + 1])
-            read, tail = x[rows, :inner], x[rows, inner:]
-            if products is not None:
-                read = x[routing.order[rows].long() // routing.top_k]
-                tail = products.view(routing.count, -1)[rows]
-            y[rows] = read @ weight[e, part].t()
-            if matmul.factor is not None:
-                y[rows] += tail @ matmul.factor[e, part].t()
-        return y
-
-    toy = Kernel(
-        "toy",
-        lambda matmul: matmul.rows <= 200,
-        lambda matmul: limits.tile_rows(matmul.rows, matmul.packed.experts),
-        prepare,
-        launch,
-    )
-    monkeypatch.setattr(table, "KERNELS", [toy, *table.kernels()])
-    check_layer(CASES["few-transposed"])
-    assert [backward for backward, _ in seen] == [False, False, True, True]
-    seen.clear()
-    check_layer(CASES["gelu"])
-    assert [span for _, span in seen] == [(0, 80), (0, 72), (0, 40), (0, 72)]
-    many = Matmul(stack_of((1, 64, 64), "nf4", True), torch.float32, 201, by_rows=True)
-    assert table.choose(many).kernel is quantized_mm.KERNEL

@@ -10,7 +10,7 @@ import pytest
 import small_models
 import torch
 from peft import LoraConfig
-from small_models import IDS, MODELS, build, fill
+from small_models import IDS, MODELS, build, close, decoded, fill, slow_delta
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -22,16 +22,6 @@ from moe_qlora.packing import parametrize
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def decoded(model: Any) -> Any:
-    """The same model with every packed weight decoded for good, on transformers' own loop."""
-    twin = copy.deepcopy(model)
-    for _, module, name in list(parametrize.iter_packed(twin)):
-        parametrize.detach(module, name)
-    if hasattr(twin, "set_experts_implementation"):
-        twin.set_experts_implementation("eager")
-    return twin
-
-
 def lora_config(**changes: Any) -> LoraConfig:
     return small_models.lora_config(**{"target_modules": [], **changes})
 
@@ -41,20 +31,6 @@ def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(module, layer.ParamWrapper):
             plain = name.replace(".base_layer", "").removeprefix("base_model.model.")
             yield f"{plain}.{module.parameter_name}", module
-
-
-def slow_delta(wrapper: Any, adapter: str, a: Tensor, b: Tensor) -> Tensor:
-    """s B A for one expert after the other, straight from PEFT's layout of A and B."""
-    shape = wrapper.get_param().shape
-    transposed = getattr(wrapper.get_base_layer(), "is_transposed", False)
-    rank, count = wrapper.r[adapter], shape[0]
-    per_expert = []
-    for e in range(count):
-        a_e = a[e * rank : (e + 1) * rank]
-        b_e = b[:, torch.arange(rank) * count + e]
-        delta = b_e @ a_e
-        per_expert.append(delta.T if transposed else delta)
-    return torch.stack(per_expert) * (wrapper.lora_alpha[adapter] / rank)
 
 
 def reference(
@@ -72,14 +48,9 @@ def reference(
                 leaf = held.detach().clone().requires_grad_()
                 leaves[f"{name}.{part}.{adapter}"] = leaf
                 pair.append(leaf)
-            weight = weight + slow_delta(wrapper, adapter, *pair)
+            weight = weight + slow_delta(wrapper, *pair, adapter)
         weights[name] = weight
     return functional_call(twin, weights, kwargs=inputs).logits, leaves
-
-
-def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
-    scale = right.abs().max().clamp(min=1e-12)
-    return bool((left - right).abs().max() / scale < tolerance)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +227,7 @@ def test_merging_gives_the_sum_and_unmerging_the_original(model_type: str, kind:
         expected = twin.get_parameter(name).detach()
         for adapter in ("two", "default"):
             a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-            expected = expected + slow_delta(wrapper, adapter, a, b)
+            expected = expected + slow_delta(wrapper, a, b, adapter)
         merged = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
         assert isinstance(merged, nn.Parameter) and not merged.requires_grad
         assert close(merged, expected), name

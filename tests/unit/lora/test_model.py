@@ -14,7 +14,7 @@ import small_models
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from small_models import IDS, fill, lora_config
+from small_models import IDS, close, decoded, fill, lora_config
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
@@ -22,7 +22,6 @@ import moe_qlora
 from moe_qlora.errors import AdapterError
 from moe_qlora.experts import checks
 from moe_qlora.lora.model import connect_adapters, load_adapter
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
 
@@ -34,22 +33,12 @@ def build(model_type: str = "qwen3_moe") -> Any:
 
 def unpacked(model_type: str = "qwen3_moe") -> Any:
     """The same model with plain weights: what stock PEFT adapts."""
-    model = build(model_type)
-    for _, module, name in list(parametrize.iter_packed(model)):
-        parametrize.detach(module, name)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    checks.remove(model)
-    return model
+    return decoded(small_models.build(model_type))
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
         return model(input_ids=IDS).logits
-
-
-def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((left - right).abs().max() / right.abs().max() < tolerance)
 
 
 def lora_names(model: nn.Module) -> list[str]:
@@ -150,36 +139,6 @@ def test_lora_on_everything_at_once() -> None:
     assert not missing
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in lora_names(model)}
     assert {"q_proj", "experts", "gate", "shared_expert_gate", "down_proj"} <= adapted
-
-
-def test_adapters_come_and_go() -> None:
-    base = build()
-    plain = logits(base)
-    model = moe_qlora.get_peft_model(base, lora_config())
-    fill(model)
-    one = logits(model)
-    model.add_adapter("two", lora_config(r=2))
-    assert torch.equal(logits(model), one)  # added, not active
-    model.set_adapter("two")
-    assert close(logits(model), plain)
-    fill(model, seed=3)
-    two = logits(model)
-    model.set_adapter("default")
-    default = logits(model)
-    assert not close(two, default)
-    with pytest.warns(UserWarning, match="Setting active adapter to two"):
-        model.delete_adapter("default")
-    assert close(logits(model), two)
-    assert not any(".default." in name for name in lora_names(model))
-    model.add_adapter("default", lora_config(r=4))
-    model.set_adapter("default")
-    assert close(logits(model), plain)
-    fill(model)
-    assert not close(logits(model), plain)
-    assert torch.equal(logits(model.unload()), plain)
-    assert base._forward_pre_hooks and list(parametrize.iter_packed(base))
-    again = moe_qlora.get_peft_model(base, lora_config())
-    assert close(logits(again), plain)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "1", "weight", "model"])

@@ -35,9 +35,7 @@ MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3")
 
 def build(model_type: str, *, packed: bool = True) -> Any:
     model = small_models.build(model_type)
-    for _, module, name in [] if packed else list(parametrize.iter_packed(model)):
-        parametrize.detach(module, name)
-    return model
+    return model if packed else small_models.decoded(model)
 
 
 def linear_names(model: nn.Module) -> set[str]:
