@@ -1,4 +1,4 @@
-"""gpt-oss's experts on the MXFP4 codes of their checkpoint: stored transposed, interleaved, biased."""
+"""gpt-oss's experts on their MXFP4 codes: stored transposed, interleaved, biased."""
 
 from __future__ import annotations
 
