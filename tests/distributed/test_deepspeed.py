@@ -24,6 +24,7 @@ from transformers import Trainer
 import moe_qlora
 from moe_qlora.distributed.gather import whole
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers import training
 from tests.helpers.ranks import are_same, assert_same_adapter, content, packed_bytes, said
 from tests.helpers.training import (
     NF4,
@@ -33,6 +34,8 @@ from tests.helpers.training import (
     four_steps,
     loaded,
     logged_losses,
+    mean_of_ranks,
+    token_batches,
     trainer_of,
 )
 
@@ -81,28 +84,17 @@ def prepared(model: Any, **zero: Any) -> tuple[Any, Accelerator]:
     return engine, accelerator
 
 
-def train(model: Any, steps: int = STEPS) -> list[float]:
-    """Mean losses over all ranks; of a DeepSpeed engine where there is a process group."""
-    ranked = distributed.is_initialized()
-    rank, world = (distributed.get_rank(), distributed.get_world_size()) if ranked else (0, 1)
-    optimizer = None if ranked else adamw(model)
+def train(engine: Any, steps: int) -> list[float]:
+    """Mean losses over all ranks."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
     losses = []
-    model.train()
-    for step in range(steps):
-        ids = torch.randint(5, 248, (12, 8), generator=torch.Generator().manual_seed(step))
+    engine.train()
+    for ids in token_batches(0, steps, 12):
         own = ids.chunk(world)[rank]
-        loss = model(input_ids=own, labels=own).loss
-        if optimizer is None:
-            model.backward(loss)
-            model.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if ranked:
-            distributed.all_reduce(mean)
-        losses.append(float(mean) / world)
+        loss = engine(input_ids=own, labels=own).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean_of_ranks(loss, world))
     return losses
 
 
@@ -263,7 +255,7 @@ def single(folder: Path) -> dict[str, list[float]]:
     losses = {}
     for settings in SETTINGS:
         model = adapted(loaded(folder / "plain", SETTINGS[settings]))
-        losses[settings] = train(model)
+        losses[settings] = training.train(model, token_batches(0, STEPS, 12))
         model.save_pretrained(folder / "trained" / settings)
     return losses
 

@@ -16,9 +16,6 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    JetMoeConfig,
-    Llama4TextConfig,
-    LlamaConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
 )
@@ -35,6 +32,7 @@ from moe_qlora.hf import fill
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, unpack
 from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_model
 
 NAMES = [
     f"model.layers.{layer}.mlp.experts.{stack}"
@@ -404,14 +402,7 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
 
 
 def test_a_model_without_experts() -> None:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=32,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = tiny(mlp_only_layers=[0, 1])
     with pytest.raises(DetectionError, match="missing_ok"):
         quantize_experts(model, nf4())
     report = quantize_experts(model, nf4(), missing_ok=True)
@@ -457,12 +448,7 @@ def test_refuses_to_mix_methods() -> None:
 
 
 def test_reports_classes_that_decode_a_layer_at_a_time() -> None:
-    config = Llama4TextConfig(
-        hidden_size=32, intermediate_size=24, intermediate_size_mlp=24, num_local_experts=3,
-        num_experts_per_tok=1, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, vocab_size=32, pad_token_id=0,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = tiny_model("llama4_text", num_hidden_layers=1)
     report = quantize_experts(model, nf4())
     assert len(report.quantized) == 2
     (slow,) = report.slow_modules
@@ -473,17 +459,7 @@ def test_reports_classes_that_decode_a_layer_at_a_time() -> None:
 
 
 def test_reports_routers_that_bitsandbytes_packs() -> None:
-    config = JetMoeConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        num_hidden_layers=1,
-        num_key_value_heads=1,
-        kv_channels=16,
-        vocab_size=32,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = tiny_model("jetmoe")
     report = quantize_experts(model, nf4())
     assert report.linear_routers
     for router in report.linear_routers:

@@ -9,7 +9,6 @@ import torch
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import grouped_mm  # noqa: E402
-from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
 from tests.helpers.tiles import tiled  # noqa: E402
 
@@ -84,29 +83,3 @@ def test_half_precision_in_every_tile(tile):
         operands(48, 40, by_rows=False, dtype=torch.float16),
     )
     check(x, matrices, [130, 0, 1, 19], SMALL, tile, 3e-4)
-
-
-@pytest.mark.parametrize("by_rows", [True, False])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "inner", "rank", "out"),
-    [(1, 2, 40, 8, 24), (50, 3, 64, 0, 64), (90, 2, 72, 24, 136), (31, 4, 8, 16, 8)],
-)
-def test_rows_fetched_from_tokens(by_rows, cut, tokens, top_k, inner, rank, out):
-    """As rows that are copied, with their products behind; other ranks' assignments have none."""
-    torch.manual_seed(tokens)
-    experts = 5  # The last of which is another rank's
-    index = torch.rand(tokens, experts).topk(top_k, -1).indices
-    routing = routing_.route(index, experts - 1)
-    x, products = torch.randn(tokens, inner), torch.randn(tokens * top_k, rank)
-    matrices = operands(inner + rank, out, by_rows=by_rows, apart=8)
-    matmul = SimpleNamespace(tile=routing.tile, cut=cut)
-    y = grouped_mm.KERNEL.launch(x, matmul, matrices, routing, (0, out), products.flatten())
-    order = routing.order[: routing.count].long()
-    live = int(routing.expert_offsets[experts - 1])
-    assert live < tokens * top_k or tokens == 1
-    read = torch.cat([x[order[:live] // top_k], products[:live]], 1)
-    expected = in_a_loop(read, matrices, routing.expert_offsets[:experts])
-    assert y.shape == (tokens * top_k, out)
-    error = (y[:live].double() - expected).norm() / expected.norm()
-    assert error < 1e-6, float(error)

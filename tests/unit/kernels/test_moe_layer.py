@@ -174,25 +174,6 @@ def test_few_tokens_in_every_configuration(name, config, monkeypatch):
     check_layer(CASES[name])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_of_each_matrix_is_decoded(kind):
-    stack = stack_of((3, 40, 72), *kind)
-    whole = codec.unpack(stack)
-    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    right, below = torch.randn(3, 16, 16), torch.randn(3, 16, 24)
-    for corner, height, width in [((8, 0), 16, 72), ((0, 24), 40, 24), ((11, 16), 16, 24)]:
-        out = torch.full((3, height + 16, width), float("nan"))
-        under = below if width == 24 else torch.zeros(3, 16, width)
-        grouped_mm.decode(stack, out, corner=corner, expert_offsets=offsets, below=under)
-        for e in (0, 2):
-            part = whole[e, corner[0] : corner[0] + height, corner[1] : corner[1] + width]
-            assert torch.equal(out[e, :height], part)
-        assert out[1].isnan().all()
-    out = torch.empty(3, 16, 72 + 16)
-    grouped_mm.decode(stack, out, corner=(8, 0), right=right)
-    assert torch.equal(out[:, :, :72], whole[:, 8:24]) and torch.equal(out[:, :, 72:], right)
-
-
 @pytest.mark.parametrize(
     ("kind", "ways"), [("nf4", (True, False)), ("fp4", ()), ("int8", (True,)), ("mxfp4", (False,))]
 )

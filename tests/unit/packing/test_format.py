@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import re
 from typing import Any
 
@@ -21,7 +20,6 @@ from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, restore
 from moe_qlora.packing.selection import is_skipped, skipping_pattern
 from moe_qlora.packing.settings import (
-    FLOAT_DTYPES,
     STORAGE_DTYPES,
     CodecSettings,
     packed_nbytes,
@@ -62,23 +60,6 @@ def test_state_dicts_and_blank_weights_are_as_specified(codec, shape):
     pairs = zip((packed.codes, *packed.statistics), (blank.codes, *blank.statistics), strict=True)
     for real, empty in pairs:
         assert empty.is_meta and (empty.dtype, empty.shape) == (real.dtype, real.shape)
-
-
-def test_settings_as_json_and_back() -> None:
-    """A packed folder's manifest and an adapter's note are written with these keys."""
-    for codec, compute in itertools.product(SETTINGS, (None, *FLOAT_DTYPES)):
-        same = dataclasses.replace(codec, compute_dtype=compute, blocksize=128)
-        assert CodecSettings.from_dict(json.loads(json.dumps(same.to_dict()))) == same
-    assert CodecSettings("nf4", True, torch.bfloat16, torch.float16).to_dict() == {
-        "kind": "nf4",
-        "double_quant": True,
-        "blocksize": 64,
-        "storage_dtype": "bfloat16",
-        "compute_dtype": "float16",
-    }
-    assert CodecSettings("int8").to_dict()["storage_dtype"] == "int8"
-    coarse = CodecSettings("nf4", blocksize=128)
-    assert CodecSettings.of(pack(torch.randn(4, 256), coarse)) == coarse
 
 
 @pytest.mark.parametrize(

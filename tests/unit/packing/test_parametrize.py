@@ -175,21 +175,3 @@ def test_reads_what_bitsandbytes_packed() -> None:
     assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
     storage.detach(module, "down")
     assert torch.equal(module.down, expected)
-
-
-def test_parameters_named_as_methods_of_a_dict() -> None:
-    """Key-value memories call their stacks `keys` and `values`."""
-    module, decoded, names = nn.Module(), {}, ("keys", "pop", "down", "values", "items")
-    for name in names:
-        stack = pack(torch.randn(4, 24, 40), SETTINGS["nf4"])
-        decoded[name] = unpack(stack)
-        module.register_parameter(name, nn.Parameter(decoded[name]))
-        storage.attach(module, name, stack)
-    assert storage.packed_names(module) == names
-    twin = copy.deepcopy(module)
-    module.load_state_dict(module.state_dict())
-    for name in names:
-        storage.detach(twin, name)
-    for each in (module, twin):
-        assert_reads(each, decoded)
-    assert type(twin) is nn.Module and set(dict(twin.named_parameters())) == set(names)

@@ -24,7 +24,7 @@ from moe_qlora.experts import projection
 from moe_qlora.planning import levels
 from tests.helpers import training
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
+from tests.helpers.fitting import equal, token_ids, train, with_lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -134,22 +134,6 @@ def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> Non
         assert not equal(train(model, ids, 3), resident)
         model.load_state_dict(noise)
         assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
-
-
-@pytest.mark.usefixtures("graphed")
-def test_fit_memory_moves_experts_of_recorded_layers() -> None:
-    model = packed(4)
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights, 3)
-    with moe_qlora.offload_experts(model) as off, recorded(model):
-        assert equal(steps(model, ids, weights, 3), resident)
-        least = least_memory(model)
-        for memory, hosted in ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0)):
-            with fitted(model, memory) as fit:
-                assert [layer.experts for layer in fit.layers].count("host") == hosted
-                assert equal(steps(model, ids, weights, 3), resident)
-            assert len(off.layers) == 4
-        assert equal(steps(model, ids, weights, 3), resident)
 
 
 @pytest.fixture
