@@ -290,32 +290,6 @@ def test_checkpointing_changes_nothing(reentrant):
         assert torch.equal(leaf.grad, grad)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    ("style", "kind"), [("concatenated", "nf4"), ("interleaved", "int8"), ("normed", "fp4")]
-)
-def test_compiles_whole(style, kind):
-    style = STYLES[style]
-    module = pack(make(style), style, kind=kind)
-    provider = Provider(style)
-    operands.set_lora_source(module, provider)
-    x, index, weights = routing()
-    leaves = [x, weights, *provider.leaves()]
-    plain = module(x, index, weights)
-    torch._dynamo.reset()
-    graphs, eager = [], torch._dynamo.lookup_backend("aot_eager")
-    compiled = torch.compile(
-        module, fullgraph=True, backend=lambda *given: graphs.append(given[0]) or eager(*given)
-    )
-    out = compiled(x, index, weights)
-    close(out, plain)
-    # What backward computes again is the compiler's choice: there is no checkpoint for it.
-    (graph,) = graphs
-    assert not any("checkpoint" in str(node.target) for node in graph.graph.nodes)
-    for mine, other in zip(gradients(out, leaves), gradients(plain, leaves), strict=True):
-        close(mine, other)
-
-
 def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}

@@ -9,7 +9,6 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, prepare_model_for_kbit_training
-from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -100,15 +99,3 @@ def test_a_weight_read_outside_of_a_call_keeps_its_own_dtype() -> None:
     assert experts.mlp.w1.dtype == torch.bfloat16
     model.dequantize()
     assert not experts._forward_pre_hooks and not experts._forward_hooks
-
-
-class Experts(nn.Module):
-    """Routing weights come first, and in another dtype than the hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 64, 128))
-
-    def forward(self, weights: Tensor, x: Tensor | None = None) -> Tensor:
-        assert x is not None
-        return torch.einsum("te,teo->to", weights.to(x.dtype), (x @ self.weight).transpose(0, 1))

@@ -22,7 +22,6 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import ConfigError, MoeQloraError
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
 from moe_qlora.packing.codecs import Codec, register, unregister
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -119,25 +118,6 @@ def lora(model: Any) -> Any:
             torch.manual_seed(sum(map(ord, name)))
             parameter.data = torch.randn(parameter.shape) * 0.1
     return adapted
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 32), (2, 5, 7), (4, 3, 130), (6, 16)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_packed_whole_and_in_pieces(shape, dtype):
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    settings = CodecSettings(KIND, True, torch.bfloat16, None, 64)
-    assert not settings.double_quant and settings.blocksize == BLOCK
-    whole, expected = pack(weight, settings), rounded(weight)
-    torch.testing.assert_close(unpack(whole), expected, rtol=1e-2, atol=0)
-    assert whole.codes.nbytes == -(-weight.numel() // 4)
-    for start in range(shape[0]):
-        part = unpack_range(whole, start, start + 1)
-        assert torch.equal(part, unpack(whole)[start : start + 1])
-    packer = Packer(weight.shape, dtype, weight.device, settings)
-    for row in weight:
-        packer.add(row[None])
-    again = packer.finish()
-    assert torch.equal(again.codes, whole.codes) and torch.equal(again.absmax, whole.absmax)
 
 
 def test_a_built_model_is_packed_and_seen_as_packed():
