@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora import testing
+from moe_qlora import merge_adapter, testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.errors import AdapterError
 from moe_qlora.lora.config import spell_exactly
+
+# Spellings that stock PEFT rewrites, tied embeddings, bases in no folder.
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 FAMILIES = [
     "qwen3_moe",  # a key for each expert and projection
@@ -90,32 +92,12 @@ def adapt(model: Any, folder: Path) -> Any:
     packed = bool(moe_qlora.target_parameters(model, unpacked_ok=True))
     linears, experts = targets(model)
     config: Any = LoraConfig(r=3, lora_alpha=7, target_modules=linears, target_parameters=experts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of spellings that stock PEFT rewrites
-        if packed:
-            adapted = moe_qlora.get_peft_model(model, config)
-        else:
-            adapted = peft.get_peft_model(model, spell_exactly(model, config))
-    store(fill(adapted, size=0.1), folder)
+    if packed:
+        adapted = moe_qlora.get_peft_model(model, config)
+    else:
+        adapted = peft.get_peft_model(model, spell_exactly(model, config))
+    fill(adapted, size=0.1).save_pretrained(folder)
     return adapted
-
-
-def store(adapted: Any, folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lm_head, and of a base that is in no folder
-        adapted.save_pretrained(folder)
-
-
-def merge(*arguments: Any, **settings: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* is tied to .*")
-        moe_qlora.merge_adapter(*arguments, **settings)
-
-
-def merged_in_memory(adapted: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied embeddings
-        return adapted.merge_and_unload()
 
 
 def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -134,12 +116,12 @@ def test_a_plain_base_gives_what_stock_peft_merges_in_memory(
     reached = reached_by_all_targets(model)
     adapted = adapt(model, tmp_path / "adapter")
 
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
 
     assert on_disk(tmp_path / "out") == on_disk(tmp_path / "base")
     loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    merged = merged_in_memory(adapted)
+    merged = adapted.merge_and_unload()
     assert_close(loaded.state_dict(), merged.state_dict())
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, before[name]) == (name not in reached), name
@@ -160,14 +142,16 @@ def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(
     experts = moe_qlora.target_parameters(model)
     adapted = adapt(model, tmp_path / "adapter")
 
-    merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "one", max_shard_size="60KB")
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "two", like_training=True)
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "exact")
+    merge_adapter(
+        tmp_path / "packed", tmp_path / "adapter", tmp_path / "one", max_shard_size="60KB"
+    )
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "two", like_training=True)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "exact")
 
     assert on_disk(tmp_path / "one") == on_disk(tmp_path / "base") == on_disk(tmp_path / "two")
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert all(torch.equal(value, two[key]) for key, value in one.items())
-    merged = merged_in_memory(adapted)
+    merged = adapted.merge_and_unload()
     loaded = type(merged).from_pretrained(tmp_path / "one").state_dict()
     assert_close(loaded, merged.state_dict())
     exact = type(merged).from_pretrained(tmp_path / "exact").state_dict()
@@ -189,14 +173,14 @@ def test_tied_experts_take_one_adapter(tmp_path: Path) -> None:
     ]
     config = LoraConfig(r=3, target_modules=[], target_parameters=names)
     adapted: Any = peft.get_peft_model(model, config)
-    store(fill(adapted, size=0.1), tmp_path / "one")
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "one", tmp_path / "out")
-    merged_in_memory(adapted).save_pretrained(tmp_path / "reference")
+    fill(adapted, size=0.1).save_pretrained(tmp_path / "one")
+    merge_adapter(tmp_path / "base", tmp_path / "one", tmp_path / "out")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "reference")
     assert_close(tensors(tmp_path / "out"), tensors(tmp_path / "reference"))
 
     adapt(testing.tiny_model("diffusion_gemma"), tmp_path / "both")
     with pytest.raises(AdapterError, match=r"in different ways, and the base ties them"):
-        merge(tmp_path / "base", tmp_path / "both", tmp_path / "refused")
+        merge_adapter(tmp_path / "base", tmp_path / "both", tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
 
 
@@ -212,13 +196,13 @@ def test_linear_layers_are_rounded_as_bitsandbytes_rounded_them(kind: str, tmp_p
     experts = moe_qlora.target_parameters(model)
     config = LoraConfig(r=3, target_modules=["o_proj"], target_parameters=experts)
     adapted = moe_qlora.get_peft_model(model, config)
-    store(fill(adapted, size=0.1), tmp_path / "adapter")
+    fill(adapted, size=0.1).save_pretrained(tmp_path / "adapter")
 
-    merge(tmp_path / "packed", tmp_path / "adapter", tmp_path / "packed_out")
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "noted", like_training=True)
+    merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "packed_out")
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "noted", like_training=True)
     (tmp_path / "adapter" / "moe_qlora_adapter.json").unlink()
     told = {"like_training": True, "quantization_config": settings}
-    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "told", **told)
+    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "told", **told)
 
     noted, base = tensors(tmp_path / "noted"), tensors(tmp_path / "base")
     for other in (tensors(tmp_path / "packed_out"), tensors(tmp_path / "told")):

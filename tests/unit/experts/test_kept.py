@@ -8,7 +8,7 @@ from torch import nn
 
 from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
-from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from tests.helpers.lora_layer import Provider, layer_gradients
 from tests.helpers.mxfp4 import mxfp4_weight
@@ -79,23 +79,3 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
     )
     for mine, other in zip(graph, eager, strict=True):
         assert torch.equal(mine, other)
-
-
-def test_weights_in_two_orientations_run_projection_by_projection(layer, monkeypatch):
-    module, provider, parts = layer
-    expected = layer_gradients(module, provider, parts)
-    weight = codec.unpack(parametrize.read_packed(module, "down_proj"))
-    parametrize.detach(module, "down_proj")
-    other = mxfp4_weight(E, INNER, H, dtype=torch.float16)  # in the parameter's own orientation
-    parametrize.attach(module, "down_proj", other)
-    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
-    call = backend.read_call(module, parts[0])
-    choice = backend.choose_backend(module, call)
-    assert choice.name == "reference loop"
-    assert choice.reason == "gate_up_proj and down_proj are stored in different orientations"
-    assert other.shape == weight.shape
-    found = layer_gradients(module, provider, parts)
-    assert (found[0] - expected[0]).norm() > 0.1 * expected[0].norm()
-    parametrize.detach(module, "down_proj", weight)
-    for mine, right in zip(layer_gradients(module, provider, parts), expected, strict=True):
-        close(mine, right, 4e-3)

@@ -84,14 +84,6 @@ def test_enable_and_disable_are_a_switch_not_a_count_and_blocks_overlap() -> Non
     assert is_stock()
 
 
-def in_threads(count: int, work: Any) -> None:
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_blocks_in_threads() -> None:
     start, seen = threading.Barrier(8), []
 
@@ -103,7 +95,11 @@ def test_blocks_in_threads() -> None:
                 if (turn + number) % 3 == 0:
                     raise KeyError
 
-    in_threads(8, work)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert len(seen) == 1600 and all(seen) and is_stock()
 
 

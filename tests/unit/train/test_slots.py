@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
-
-import pytest
 
 from moe_qlora.train.slots import Slots
 from tests.helpers.delayed import Delayed, blocks
@@ -16,23 +13,6 @@ def value(slot: Any) -> int:
     first = int(slot.memory[0])
     assert bool((slot.memory == first).all())
     return first
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
-    draw, device, every = random.Random(seed), Delayed(), blocks(6)
-    made, held = Slots(draw.choice([1, 2, 3]), 8, device), list[Any]()
-    for _ in range(400):
-        number = draw.randrange(6)
-        slot, lease = made.fetch(every[number], draw.choice([None, *every]))
-        held.append((number, slot, lease))
-        del slot, lease
-        while held and draw.random() < 0.6:
-            held.pop(draw.randrange(len(held)))
-        if draw.random() < 0.05:
-            made.forget(every[number])
-        assert all(value(slot) == number for number, slot, _ in held)
-    assert not device.faults
 
 
 def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
