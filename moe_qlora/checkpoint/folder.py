@@ -3,10 +3,10 @@
 Safetensors files are mapped, not read: a tensor costs memory when it is used. Whatever is wrong
 with a file raises a `CheckpointError` that names the file and, where there is one, the key.
 
-A folder appears whole or not at all: it is written to a staging folder, next to the target or, if that is
-a folder, inside it, whose files are renamed when all are on the disk. One process at a time writes
-to a target: it locks a file there (`flock`), which the system frees when a process is killed; the
-next save removes what it has left.
+A folder appears whole or not at all: it is written to a staging folder, next to the target or, if
+that is a folder, inside it, whose files are renamed when all are on the disk. One process at a time
+writes to a target: it locks a file there (`flock`), which the system frees when a process is
+killed; the next save removes what it has left.
 """
 
 from __future__ import annotations
