@@ -46,6 +46,13 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> P
     return folder
 
 
+def set_json(file: Path, **fields: object) -> Path:
+    """Set fields of a JSON file, which may not be there yet."""
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | fields))
+    return file
+
+
 def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random bits, NaN among them where the dtype has it."""
     generator = torch.Generator().manual_seed(seed)

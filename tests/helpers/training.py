@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
-from moe_qlora.testing import tiny_model
+from moe_qlora.testing import tiny_inputs, tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -72,6 +72,28 @@ def adapted(model: Any, modules: Sequence[str] = ("q_proj", "v_proj"), **setting
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.05)
     return peft_model
+
+
+def results(model: Any) -> dict[str, Tensor]:
+    """The outputs for a tiny batch, and the gradients of all that is trained."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    torch.manual_seed(3)
+    output = model(**tiny_inputs(base))
+    out = output.logits if "logits" in output else output.last_hidden_state
+    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = {"out": out.detach()}
+    if trained:
+        grads = torch.autograd.grad(out, list(trained.values()), seed, allow_unused=True)
+        found |= {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
+    return found
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """Names and values of two results are equal, bit for bit."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(right[name], value), name
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
+from moe_qlora.testing import model_class, tiny_config, tiny_model
 from tests.helpers.plans import plan
-from tests.helpers.training import NF4, adapted, loaded
+from tests.helpers.training import NF4, adapted, assert_same, loaded, results
 
 pytest.importorskip("liger_kernel")
 
@@ -105,28 +105,6 @@ def build(model_type: str, way: str | None = None) -> Any:
     return peft_model.train()
 
 
-def run(model: Any) -> dict[str, Tensor]:
-    """The logits of a forward, and the gradients of all that is trained."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    inputs = tiny_inputs(base)
-    torch.manual_seed(3)
-    output = model(**inputs)
-    out = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    results = {"out": out.detach()}
-    if trained:
-        grads = torch.autograd.grad(out, list(trained.values()), seed, allow_unused=True)
-        results |= {n: g for n, g in zip(trained, grads, strict=True) if g is not None}
-    return results
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        torch.testing.assert_close(right[name], value, rtol=0, atol=0, msg=name)
-
-
 # Every class of Liger's, applied last; one of them at every moment.
 @pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
 @pytest.mark.parametrize(
@@ -137,17 +115,17 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     ],
 )
 def test_packed_experts_keep_their_forward(model_type, way):
-    plain = run(build(model_type))
+    plain = results(build(model_type))
     assert any("experts" in name for name in plain)
     model = build(model_type, way)
-    assert_same(plain, run(model))
+    assert_same(plain, results(model))
     assert FusedExperts.calls == 0
 
 
 def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     """Loaded, saved, loaded again and taught in a process where Liger has replaced the class."""
 
-    expected = run(adapted(loaded(model_folder), "all-linear").train())
+    expected = results(adapted(loaded(model_folder), "all-linear").train())
     apply("qwen3_moe")
     model = loaded(model_folder)
     names = [type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)]
@@ -156,11 +134,11 @@ def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     for again in (model, loaded(tmp_path / "packed", None)):
         assert not moe_qlora.quantize_experts(again, NF4).slow_modules
         taught = adapted(again, "all-linear").train()
-        assert_same(expected, run(taught))
+        assert_same(expected, results(taught))
         assert FusedExperts.calls == 0
     taught.save_pretrained(tmp_path / "adapter")
     again = moe_qlora.load_adapter(loaded(tmp_path / "packed", None), tmp_path / "adapter")
-    assert_same({"out": run(taught.eval())["out"]}, {"out": run(again.eval())["out"]})
+    assert_same({"out": results(taught.eval())["out"]}, {"out": results(again.eval())["out"]})
     assert FusedExperts.calls == 0
 
 

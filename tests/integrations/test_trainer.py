@@ -22,7 +22,7 @@ from transformers import (
 
 import moe_qlora
 from moe_qlora.packing import parametrize
-from tests.helpers.training import NF4, loaded
+from tests.helpers.training import NF4, assert_same, loaded
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -110,12 +110,6 @@ def codes(model):
     return [part.clone() for one in stacks for part in (one.codes, one.absmax)]
 
 
-def assert_equal(left, right):
-    assert left.keys() == right.keys() and left
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
-
-
 @pytest.fixture(scope="module")
 def reference(model_folder, tmp_path_factory):
     """Losses and adapter of a run without anything around it."""
@@ -137,7 +131,7 @@ def test_ten_steps(way, reference, model_folder, tmp_path):
     run.train()
     assert losses(run) == reference[0]
     assert losses(run)[-1] < losses(run)[0] - 0.5
-    assert_equal(adapter(model), reference[1])
+    assert_same(adapter(model), reference[1])
     assert not any(torch.equal(value, before[name]) for name, value in adapter(model).items())
     for left, right in zip(codes(model), codes(loaded(model_folder)), strict=True):
         assert torch.equal(left, right)
@@ -154,7 +148,7 @@ def test_gradient_checkpointing(use_reentrant, reference, model_folder, tmp_path
     run.train()
     assert any(getattr(each, "gradient_checkpointing", False) for each in run.model.modules())
     assert losses(run) == reference[0]
-    assert_equal(adapter(run.model), reference[1])
+    assert_same(adapter(run.model), reference[1])
 
 
 @pytest.mark.parametrize("where", ["before packing", "after packing"])
@@ -164,7 +158,7 @@ def test_preparation_does_no_harm(where, reference, model_folder, tmp_path):
     run = trainer(adapted_model(model_folder, way, prepare=[where]), tmp_path)
     run.train()
     assert losses(run) == reference[0]
-    assert_equal(adapter(run.model), reference[1])
+    assert_same(adapter(run.model), reference[1])
 
 
 class Generate(TrainerCallback):
@@ -215,7 +209,7 @@ def test_resume_is_bit_equal(way, reference, model_folder, tmp_path):
     resumed = trainer(adapted_model(model_folder, way), tmp_path, **saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert losses(resumed) == reference[0]
-    assert_equal(adapter(resumed.model), reference[1])
+    assert_same(adapter(resumed.model), reference[1])
 
 
 def test_checkpoints_hold_the_adapter_alone(model_folder, tmp_path):

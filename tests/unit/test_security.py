@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from folders import set_json
 from peft import LoraConfig
 from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig
@@ -121,15 +122,9 @@ def generate(*args, **kwargs): pass
     }
     for name, more in additions.items():
         if (path / name).exists() or not name.startswith(("config", "adapter")):
-            edit(path / name, **more)
+            set_json(path / name, **more)
     for name in ("pytorch_model.bin", "model.pt", "consolidated.00.pth", "adapter_model.bin"):
         (path / name).write_bytes(pickle.dumps({"weight": Bomb(marker)}))
-
-
-def edit(file: Path, **values: object) -> None:
-    """Set keys of a JSON file, which may not be there yet."""
-    content = json.loads(file.read_text()) if file.exists() else {}
-    file.write_text(json.dumps(content | values))
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -191,7 +186,7 @@ def test_no_kernel_of_the_hub_is_asked_for(called, folder, key, monkeypatch):
     monkeypatch.setattr(
         hub_kernels, "get_kernel", lambda *args, **kwargs: asked.append(args), raising=False
     )
-    edit(folder / "source/config.json", **{key: "somebody/kernel"})
+    set_json(folder / "source/config.json", **{key: "somebody/kernel"})
     for name in ("dump", "plan", "quantize", "merge"):
         code, _, err = called(name)
         assert (code, err) == (0, ""), name
@@ -255,7 +250,9 @@ def test_a_file_that_is_too_long_is_not_read(called, folder):
 
 @pytest.mark.parametrize("field", ["rank_pattern", "target_parameters"])
 def test_a_pattern_that_is_none_is_one_sentence(called, folder, field):
-    edit(folder / "adapter/adapter_config.json", **{field: {"[": 4} if "rank" in field else "["})
+    set_json(
+        folder / "adapter/adapter_config.json", **{field: {"[": 4} if "rank" in field else "["}
+    )
     result = called("merge")
     check_refused(result)
     assert field in result[2]
@@ -263,8 +260,8 @@ def test_a_pattern_that_is_none_is_one_sentence(called, folder, field):
 
 
 def test_an_adapter_on_a_layer_that_the_model_leaves_out_is_refused(called, folder):
-    edit(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
-    edit(folder / "adapter/moe_qlora_adapter.json", base=None)  # of the model with both layers
+    set_json(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
+    set_json(folder / "adapter/moe_qlora_adapter.json", base=None)  # of the model with both layers
     result = called("merge")
     check_refused(result)
     assert "model.layers.1." in result[2]
@@ -297,7 +294,7 @@ def test_a_note_whose_bits_are_none_is_one_sentence(called, folder, bits):
 
 def test_a_card_and_targets_that_no_one_wrote_are_exported(folder):
     (folder / "adapter/README.md").write_bytes(b"\xff\xfe caf\xe9")
-    edit(folder / "adapter/adapter_config.json", target_modules=5)
+    set_json(folder / "adapter/adapter_config.json", target_modules=5)
     moe_qlora.export_adapter(
         folder / "adapter", folder / "out", base=folder / "source", target="peft"
     )
@@ -348,7 +345,7 @@ def test_names_in_verify_reach_no_terminal(cli, folder, tmp_path):
 def test_values_of_a_configuration_reach_no_terminal(cli, folder, always):
     file = folder / "source/config.json"
     color = ["--color", "always"] if always else []
-    edit(file, quantization_config={"quant_method": EVIL})
+    set_json(file, quantization_config={"quant_method": EVIL})
     for name, *arguments in (("dump",), ("dump", "--why"), ("plan", "--seq", "64")):
         code, out, err = cli(name, folder / "source", *arguments, *color)
         assert code == 0
@@ -361,7 +358,7 @@ def test_values_of_a_configuration_reach_no_terminal(cli, folder, always):
         assert "\x1b[2J" not in out
     check_clean(*cli("quantize", folder / "source", folder / "out")[1:])
     check_clean(*cli("merge", folder / "source", folder / "adapter", folder / "out")[1:])
-    edit(file, quantization_config=None, model_type=EVIL)
+    set_json(file, quantization_config=None, model_type=EVIL)
     check_clean(*cli("dump", folder / "source")[1:])
 
 

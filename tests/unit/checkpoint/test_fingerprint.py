@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from folders import set_json
 from peft import LoraConfig, PeftModel
 from training import loaded, lora
 from transformers import AutoModel, BitsAndBytesConfig
@@ -204,8 +205,7 @@ def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None
 
 def with_fields(adapter: Path, out: Path, **fields: Any) -> Path:
     shutil.copytree(adapter, out)
-    config = json.loads((out / "adapter_config.json").read_text())
-    (out / "adapter_config.json").write_text(json.dumps(config | fields))
+    set_json(out / "adapter_config.json", **fields)
     return out
 
 

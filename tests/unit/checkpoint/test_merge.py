@@ -15,7 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from folders import assert_close, edit, tensors
+from folders import assert_close, edit, set_json, tensors
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from small_models import fill
@@ -110,8 +110,7 @@ def other_base(folders: Path, tmp_path: Path, weights: dict[str, Tensor]) -> Pat
 def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
     """A copy of the adapter with other settings."""
     shutil.copytree(folders / "adapter", target)
-    config = json.loads((target / "adapter_config.json").read_text())
-    (target / "adapter_config.json").write_text(json.dumps(config | fields))
+    set_json(target / "adapter_config.json", **fields)
     return target
 
 
@@ -316,9 +315,8 @@ def stored(change: Change) -> Places:
 
 def of_bitsandbytes(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
     base = other_base(folders, tmp_path, {})
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (base / "config.json").write_text(json.dumps(config))
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    set_json(base / "config.json", quantization_config=said)
     return base, folders / "adapter"
 
 
@@ -436,7 +434,7 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(trained, bits, tm
     for key in (key for key in reference if "experts" in key or "q_proj" in key):
         assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
         assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
-    file.write_text(json.dumps(note | {"dtype": "int4"}))
+    set_json(file, **note | {"dtype": "int4"})
     places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
     refuses(CheckpointError, "dtype", *places, like_training=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from folders import tensors
+from folders import set_json, tensors
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
@@ -158,9 +158,7 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
             stored[key], state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
             stored |= {f"{key}.{end}": part for end, part in state.as_dict(packed=True).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = NF4.to_dict()
-    (folder / "config.json").write_text(json.dumps(config))
+    set_json(folder / "config.json", quantization_config=NF4.to_dict())
     sentence = r"has experts that bitsandbytes packed one by one \(model\.layers\.\d\.mlp\.experts"
     with moe_qlora.enabled(), pytest.raises(UnsupportedWeightError, match=sentence):
         AutoModelForCausalLM.from_pretrained(folder)

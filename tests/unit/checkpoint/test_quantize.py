@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import check_folder, contents
+from folders import check_folder, contents, set_json
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -108,7 +107,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, tied: bool, stored: tuple
     for name in stored:
         tensors[name] = tensors[EMBEDDING].clone()
     save_file(tensors, file, {"format": "pt"})
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    set_json(config, tie_word_embeddings=True)
     moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
     written = {EMBEDDING, HEAD} & check_folder(tmp_path / "packed").tensors.keys()
     assert written == ({EMBEDDING} if tied else {EMBEDDING, HEAD})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import set_json
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import loaded, lora
@@ -143,9 +143,8 @@ def test_a_source_that_cannot_be_packed_is_named_on_both_ways(folders, tmp_path,
     family = "gpt_oss" if case.startswith("fused") else "qwen3_moe"
     source, _ = changed(folders / family / "plain", tmp_path / "plain", part, change)
     if case.startswith("fp8: "):
-        config = json.loads((source / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        (source / "config.json").write_text(json.dumps(config))
+        said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        set_json(source / "config.json", quantization_config=said)
     settings = {"load_in_8bit": True} if case == "int8 layer" else NF4
     for way in (
         lambda: moe_qlora.quantize_checkpoint(source, tmp_path / "out", settings),

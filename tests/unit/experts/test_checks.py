@@ -6,14 +6,13 @@ import copy
 
 import pytest
 import torch
+from folders import bits
 from peft import prepare_model_for_kbit_training
 from training import NF4, SETTINGS, loaded, lora
 
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.experts import checks
-from moe_qlora.packing import parametrize
-from moe_qlora.packing.decoders import state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 
@@ -47,20 +46,8 @@ def adapted(folder):
 
 
 def contents(model):
-    """Every tensor that the packed stacks hold, as bytes, with its dtype."""
-    found = []
-    for _, module, name in parametrize.iter_packed(model):
-        first = module.parametrizations[name][0]
-        held = [parametrize.original_of(module, name).data]
-        if not first.is_4bit:
-            held.append(first.absmax.view(torch.float32))
-        else:
-            held += state_tensors(first.quant_state)
-        found += [
-            (one.dtype, one.contiguous().view(-1, 1).view(torch.uint8).numpy().tobytes())
-            for one in held
-        ]
-    return found
+    """Every tensor that the packed experts hold."""
+    return {k: v for k, v in bits(model).items() if ".experts." in k and ".lora_" not in k}
 
 
 def sweep(model):

@@ -18,7 +18,7 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from small_models import fill
 from torch import Tensor
-from training import NF4
+from training import NF4, results
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -59,27 +59,10 @@ def adapter(kind: str, model_type: str, folder: Path) -> Path:
     return folder
 
 
-def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The logits, and the gradients of what is trained by name."""
-    logits = model(**tiny_inputs(model.get_base_model())).logits
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    seed = torch.randn(logits.shape, generator=torch.Generator().manual_seed(3))
-    if not trained:
-        return logits.detach(), {}
-    gradients = torch.autograd.grad(logits, list(trained.values()), seed, allow_unused=True)
-    return logits.detach(), dict(zip(trained, gradients, strict=True))
-
-
 def assert_same(left: Any, right: Any) -> None:
     """Two models have the same names, logits and gradients, bit for bit."""
     assert list(dict(left.named_parameters())) == list(dict(right.named_parameters()))
-    (ours, our_gradients), (theirs, their_gradients) = step(left), step(right)
-    assert torch.equal(ours, theirs)
-    assert our_gradients.keys() == their_gradients.keys()
-    for name, gradient in our_gradients.items():
-        other = their_gradients[name]
-        assert (gradient is None) == (other is None), name
-        assert gradient is None or torch.equal(gradient, other), name
+    training.assert_same(results(left), results(right))
 
 
 def close(left: Tensor, right: Tensor) -> bool:
@@ -104,7 +87,7 @@ def test_from_pretrained_is_load_adapter(
     assert_same(model, expected)
     assert any(p.requires_grad for p in model.parameters()) == is_trainable
     base = packed(model_type)
-    assert not close(step(model)[0], base(**tiny_inputs(base)).logits)  # it has an effect
+    assert not close(results(model)["out"], base(**tiny_inputs(base)).logits)  # it has an effect
     expected.save_pretrained(tmp_path / "expected", save_embedding_layers=False)
     model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
     files = [tmp_path / name / "adapter_config.json" for name in ("expected", "again")]
@@ -136,9 +119,9 @@ def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> Non
     ours, stock = models
     assert type(stock.base_model) is LoraModel
     torch.manual_seed(5)
-    expected = step(ours)[0]
+    expected = results(ours)["out"]
     torch.manual_seed(5)
-    assert torch.equal(step(stock)[0], expected)
+    assert torch.equal(results(stock)["out"], expected)
     assert_same(ours.eval(), stock.eval())
     wrappers = [one for one in stock.modules() if isinstance(one, StockParamWrapper)]
     assert all(type(one) is ParamWrapper for one in wrappers)
@@ -182,7 +165,7 @@ def test_other_models_and_tuners_are_left_to_peft() -> None:
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path, Tensor]:
     """A packed model, the folder of an adapter for it, and the logits that this gives."""
     folder = adapter("both", request.param, tmp_path / "adapter")
-    expected = step(moe_qlora.load_adapter(packed(request.param), folder))[0]
+    expected = results(moe_qlora.load_adapter(packed(request.param), folder))["out"]
     return packed(request.param), folder, expected
 
 
@@ -236,7 +219,7 @@ def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None
         again = AutoModelForCausalLM.from_pretrained(
             tmp_path / "adapter", quantization_config=BitsAndBytesConfig(**NF4)
         )
-    assert torch.equal(logits(again), step(model.eval())[0])
+    assert torch.equal(logits(again), results(model.eval())["out"])
 
 
 def test_methods_go_with_the_packed_experts() -> None:
