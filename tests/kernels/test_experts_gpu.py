@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,6 +11,7 @@ from moe_qlora.experts.fused import register_operators
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings
+from tests.unit.experts import test_forward as tests
 
 pytestmark = pytest.mark.gpu
 
@@ -61,19 +58,8 @@ def test_grouped_products_equal_fp64(transposed, tokens, dtype):
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
-def cpu_tests():
-    """The module of the CPU's tests, whose experts this builds."""
-    path = Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
-    spec = importlib.util.spec_from_file_location("experts_tests", path)
-    assert spec is not None and spec.loader is not None
-    tests = sys.modules["experts_tests"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tests)
-    return tests
-
-
 def test_a_trained_bias_sums_thousands_of_rows_in_float32():
     """Each row adds 0 to 1: a sum of some hundreds in bf16 no longer changes by that."""
-    tests = cpu_tests()
     style = tests.STYLES["interleaved"]
     module = tests.pack(tests.make(style, torch.bfloat16), style).to("cuda")
     x, index, weights = (t.detach().cuda() for t in tests.routing(torch.bfloat16, tokens=8192))
@@ -85,10 +71,10 @@ def test_a_trained_bias_sums_thousands_of_rows_in_float32():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_wait_for_the_device():
-    tests = cpu_tests()
+def test_no_wait_for_the_device(monkeypatch):
     style = tests.STYLES["concatenated"]
-    tests.H, tests.I = 64, 32
+    monkeypatch.setattr(tests, "H", 64)
+    monkeypatch.setattr(tests, "I", 32)
     module = tests.pack(tests.make(style, torch.bfloat16), style).to("cuda")
     x, index, weights = (t.detach().to("cuda") for t in tests.routing(torch.bfloat16))
     x.requires_grad_()

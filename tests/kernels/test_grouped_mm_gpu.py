@@ -107,15 +107,22 @@ def test_rows_fetched_from_tokens(by_rows, dtype, tokens, inner, rank, out):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("int8", False)])
-@pytest.mark.parametrize("tokens", [1, 90, 1500])
+@pytest.mark.parametrize("tokens", [1, 90, 400, 1400])
+@pytest.mark.parametrize(("hidden", "inner"), [(320, 192), (512, 512)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
-    """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
+def test_layers_as_on_other_cards(
+    dtype, kind, double, tokens, hidden, inner, transposed, monkeypatch
+):
+    """Forward and backward of both ways, on codes and dequantized, beside the usual way.
+
+    On Hopper that has reordered columns, forward, where weights are stored (out, in) in whole
+    groups of 256.
+    """
     from moe_qlora.kernels import cards, moe_layer, table, workspace
     from moe_qlora.kernels.gate_kernels import Gate
 
     torch.manual_seed(tokens)
-    experts, hidden, inner, rank, top_k = 4, 320, 192, 8, 2
+    experts, rank, top_k = 4, 8, 2
 
     def packed(out, into):
         shape = (experts, into, out) if transposed else (experts, out, into)

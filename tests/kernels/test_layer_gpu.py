@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,6 +9,7 @@ from moe_qlora.experts import backend, fused, operands
 from moe_qlora.experts.backend import plain_gate
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
+from tests.unit.experts import test_forward
 
 pytestmark = pytest.mark.gpu
 
@@ -33,15 +30,9 @@ def scratch():
 @pytest.fixture
 def tests(monkeypatch):
     """The unit tests' styles of experts modules, at sizes that suit the kernels."""
-    spec = importlib.util.spec_from_file_location(
-        "experts_tests", Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "experts_tests", module)
-    spec.loader.exec_module(module)
-    module.H, module.I, module.E, module.T = 192, 128, 6, 37
-    return module
+    for name, size in {"H": 192, "I": 128, "E": 6, "T": 37}.items():
+        monkeypatch.setattr(test_forward, name, size)
+    return test_forward
 
 
 def settings(kind, double):

@@ -6,8 +6,6 @@ import pytest
 import torch
 from fused_layer import stack_of
 
-from moe_qlora.packing import codec
-from moe_qlora.packing.settings import CodecSettings
 from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
@@ -157,48 +155,6 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
         2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     ) * right.norm()
     assert all(torch.equal(found[0], again) for again in found)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("each", [200, 700])
-def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, each):
-    """Forward takes reordered columns where weights are stored (out, in), and backward never."""
-    from moe_qlora.kernels import cards, gate_kernels, moe_layer, quantized_mm_rs, table
-
-    device, dtype, experts, size = torch.device("cuda", 0), torch.bfloat16, 4, 512
-    table.prepare(device)
-    torch.manual_seed(0)
-
-    def stack(out, inp):
-        shape = experts, *((inp, out) if transposed else (out, inp))
-        weight = torch.randn(shape, device=device, dtype=dtype) * 0.05
-        return codec.pack(weight, CodecSettings("nf4", True, torch.uint8))
-
-    def lora(out, inp):
-        a = torch.randn(experts * 8, inp, device=device, dtype=dtype) * 0.05
-        return moe_layer.Lora(a, torch.randn(out, 8 * experts, device=device, dtype=dtype), 0.5)
-
-    first, second = stack(2 * size, size), stack(size, size)
-    if not takes(quantized_mm_rs.KERNEL, first, dtype, False):
-        pytest.skip("no Hopper GPU")
-    layer = moe_layer.Layer(first, second, transposed, gate_kernels.Gate("silu"), dtype)
-    tokens = experts * each // 2
-    x, grad = torch.randn(2, tokens, size, device=device, dtype=dtype)
-    weights = torch.rand(tokens, 2, device=device, dtype=dtype)
-    index = torch.rand(tokens, experts, device=device).topk(2).indices
-    loras = lora(2 * size, size), lora(size, size)
-    operands = moe_layer.Operands(x, weights, (None, None), loras)
-
-    def results():
-        state = moe_layer.gate_up_forward(layer, index, operands)
-        out = moe_layer.down_forward(layer, state)
-        return out, *moe_layer.backward(layer, state.routing, state.saved, grad, operands)
-
-    found = results()
-    with cards.acting_as(cards.PORTABLE):
-        expected = results()
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine.double() - other.double()).norm() < 0.01 * other.double().norm()
 
 
 @pytest.mark.parametrize("back", [False, True])
