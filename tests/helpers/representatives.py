@@ -2,8 +2,8 @@
 
 Detection, loading and a forward run for every type of the registry. What LoRA, the experts forward
 and merging compute is decided by few traits of a type, and 82 of 95 share one set of roles: here is
-a type of each value of each trait that the registry knows (tests/registry/test_models.py holds
-this, so that a new value asks for a new line), and of each kind of attention and routing beside.
+a type of each value of each trait that the registry knows (a new value asks for a new line), and of
+each kind of attention and routing beside.
 """
 
 from __future__ import annotations

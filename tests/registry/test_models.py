@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from representatives import REPRESENTATIVES
 from torch import nn
 from transformers import initialization
 from upstream import skip_llama4, skip_renamed
@@ -101,32 +100,6 @@ def check_detected(found: ModelLayout, entry: registry.RegistryEntry, sizes: str
             routers[filled(item["router"]["weight"], at)] = item["router"]["plain_linear"]
     assert {item.name: (item.dispatches, item.bias_names) for item in found.modules} == modules
     assert {router.name: router.plain_linear for router in found.routers} == routers
-
-
-def traits(model_type: str) -> set[tuple[str, Any]]:
-    """Return what the registry says of a type that decides what is computed."""
-    experts = registry.load(model_type).experts
-    found: set[tuple[str, Any]] = {
-        ("roles", frozenset((item["role"], item["transposed"]) for item in experts)),
-        ("modules", len({item["pattern"].rpartition(".")[0] for item in experts})),
-    }
-    plain = ("dispatches", "gated", "interleaved", "packed_rows", "post_norm")
-    for item in experts:
-        disk = item["checkpoint"]
-        found |= {(name, item[name]) for name in plain}
-        found |= {(name, len(item[name])) for name in ("biases", "aliases")}
-        found.add(("router", item["router"] and item["router"]["plain_linear"]))
-        found.add(("shared experts", item["shared_experts"]["kind"]))
-        found.add(("on disk", (disk["layout"], len(disk["keys"]), bool(disk["together_with"]))))
-    return found
-
-
-def test_representatives_have_every_trait_of_the_types():
-    types = registry.model_types()  # of every transformers
-    assert len(types) >= 95
-    assert set(REPRESENTATIVES) <= set(types)
-    held = set().union(*map(traits, REPRESENTATIVES))
-    assert not {name: traits(name) - held for name in types if traits(name) - held}
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -155,25 +155,6 @@ def test_a_cap_keeps_what_is_decoded_below_it(monkeypatch):
         workspace.set_workspace_cap(None)
 
 
-CONFIGS = [quantized_mm.Config(128, 64, 2, 4), quantized_mm.Config(64, 128, 2, 4)]
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        *(("few-transposed", config) for config in CONFIGS),
-        ("few", CONFIGS[0]),
-        ("few-one-lora", CONFIGS[1]),
-        *(("few-mxfp4", config) for config in CONFIGS),
-        ("few-mxfp4-transposed", CONFIGS[0]),
-    ],
-)
-def test_few_tokens_in_every_configuration(name, config, monkeypatch):
-    portable = replace(quantized_mm.KERNEL, cut=lambda matmul, tile: config)
-    monkeypatch.setattr(table, "KERNELS", [portable])
-    check_layer(CASES[name])
-
-
 @pytest.mark.parametrize(
     ("kind", "ways"), [("nf4", (True, False)), ("fp4", ()), ("int8", (True,)), ("mxfp4", (False,))]
 )
