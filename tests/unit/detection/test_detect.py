@@ -248,14 +248,6 @@ def test_an_open_orientation_says_so():
         assert "use_experts_implementation" in rejected.reason
 
 
-def test_evidence_is_in_words():
-    layout = moe_qlora.detect(EXPERTS["a rank's share"][0]())
-    assert layout.experts[1].evidence == (
-        "6 matrices of 48 x 20 in one 6x48x20 parameter; they chain with a (48 -> 2 x 20 -> 48); "
-        "router (24x48) chooses among 24, of which these 6 are one rank's share"
-    )
-
-
 def test_tied_weights_are_one_entry_with_aliases():
     model = module(first=fused(r=router()), second=fused(r=router()))
     model.second.a, model.second.b = model.first.a, model.first.b

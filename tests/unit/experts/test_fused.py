@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from moe_qlora.experts import backend, fused
 from moe_qlora.experts.operands import record_of
 from moe_qlora.kernels import cards
-from moe_qlora.kernels.cards import Card, of_capability
+from moe_qlora.kernels.cards import Card
 from moe_qlora.packing import parametrize
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
@@ -280,17 +280,3 @@ def test_xpu_is_refused_for_its_launches():
     reason = backend._device_obstacle(torch.device("xpu", 1), None)
     assert "launched by CUDA or ROCm, not xpu:1 (XPU is not tested)" in reason
     assert not backend.kernels_run(torch.device("xpu", 1))
-
-
-def test_which_projections_run_grouped():
-    x, bf16, (card, old) = torch.empty(4, 16), torch.bfloat16, ((8, 0), (7, 5))
-    ask, card, old = backend.runs_grouped, of_capability(card), of_capability(old)
-    assert ask((E, 24, 16), x, bf16, card)
-    assert not ask((E, 24, 16), x, bf16)  # no GPU
-    assert not ask((E, 24, 16), x, bf16, old)
-    assert not ask((E, 24, 16), x[:0], bf16, card)
-    assert not ask((E, 24, 12), x, bf16, card)
-    assert not ask((E, 24, 16), x, torch.float32, card)
-    assert not ask((2**11, 2**10, 2**10), x, bf16, card)
-    assert backend.has_grouped(x, torch.float32, card)
-    assert not backend.has_grouped(x, torch.float64, card)

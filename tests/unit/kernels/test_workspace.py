@@ -44,18 +44,6 @@ def test_another_stream_gets_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert take()[1] is False
 
 
-@pytest.mark.parametrize(("stream", "kept"), [(0, True), (7, False)])
-def test_buffers_are_kept_on_the_default_stream(
-    stream: int, kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream, raising=False)
-    device = torch.device("cuda", 0)
-    assert workspace._persists(device) is kept
-    with workspace.recorded(device):
-        assert workspace._persists(device)
-    assert workspace._persists(device) is kept
-
-
 def test_a_recording_starts_and_ends_with_nothing_remembered() -> None:
     take()
     with workspace.recorded(CPU):
