@@ -94,6 +94,14 @@ class _Deferring(TorchDispatchMode):
         return kwargs["out"] if "out" in kwargs else args[0]
 
 
+def replace_launches(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
+    """Launch kernels by `run(kernel, grid, *args, **options)` during a test."""
+    stub = lambda kernel, grid, _: partial(run, kernel, grid)  # noqa: E731
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_qlora.kernels.") and hasattr(module, "launcher"):
+            monkeypatch.setattr(module, "launcher", stub)
+
+
 def run_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let second streams be late during a test."""
 
@@ -106,10 +114,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             LateStream.current.defer(launch, *args, **options)
 
-    stub = lambda kernel, grid, _: partial(deferred, kernel, grid)  # noqa: E731
-    for name, module in list(sys.modules.items()):
-        if name.startswith("moe_qlora.kernels.") and hasattr(module, "launcher"):
-            monkeypatch.setattr(module, "launcher", stub)
+    replace_launches(monkeypatch, deferred)
     monkeypatch.setattr(LateStream, "used", [], raising=False)
     monkeypatch.setattr(moe_layer, "SecondStream", LateStream)
 
