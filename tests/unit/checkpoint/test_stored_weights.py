@@ -143,8 +143,8 @@ def test_a_source_that_cannot_be_packed_is_named_on_both_ways(folders, tmp_path,
     family = "gpt_oss" if case.startswith("fused") else "qwen3_moe"
     source, _ = changed(folders / family / "plain", tmp_path / "plain", part, change)
     if case.startswith("fp8: "):
-        said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        set_json(source / "config.json", quantization_config=said)
+        maker = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        set_json(source / "config.json", quantization_config=maker)
     settings = {"load_in_8bit": True} if case == "int8 layer" else NF4
     for way in (
         lambda: moe_qlora.quantize_checkpoint(source, tmp_path / "out", settings),
