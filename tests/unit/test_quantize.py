@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
@@ -19,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.integrations import replace_with_bnb_linear
 
 from moe_qlora import quantize_experts
 from moe_qlora.errors import (
@@ -476,3 +478,50 @@ def test_a_plain_module_can_be_packed() -> None:
         "mlp.experts.down_proj",
     ]
     assert block.is_loaded_in_4bit
+
+
+def test_footprint_counts_the_statistics_of_linear_layers_too() -> None:
+    model = tiny()
+    config = nf4()
+    loaded = replace_with_bnb_linear(model, ["lm_head", "gate"], config)
+    for module in loaded.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = torch.randn(module.out_features, module.in_features)
+            module.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+            module.to("cpu")
+    stock = loaded.get_memory_footprint()
+    report = quantize_experts(loaded, config)
+    linears = [m.weight.quant_state for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    stats = sum(
+        t.nbytes
+        for s in linears
+        for t in (s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code)
+    )
+    assert stats
+    saved = report.bytes_before - report.bytes_after
+    assert loaded.get_memory_footprint() == stock - saved + stats
+    logits = loaded(IDS).logits
+    loaded.dequantize()
+    assert not [m for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
+    torch.testing.assert_close(loaded(IDS).logits, logits, rtol=0.05, atol=0.05)
+
+
+def test_a_failure_on_a_tied_stacks_second_module_undoes_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj = weight = first.gate_up_proj
+    order, real = list(first._parameters), parametrize.attach
+
+    def failing(module: nn.Module, name: str, stack: Any) -> None:
+        if module is second:
+            raise torch.OutOfMemoryError("no memory left")
+        real(module, name, stack)
+
+    monkeypatch.setattr(parametrize, "attach", failing)
+    with pytest.raises(QuantizationError, match="Packed: none"):
+        quantize_experts(model, nf4())
+    assert first.gate_up_proj is second.gate_up_proj is weight
+    assert sorted(first._parameters) == sorted(order)
+    assert not packed(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import replace
 
@@ -11,11 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, fused
+from moe_qlora.experts import backend, forward, fused
 from moe_qlora.experts.operands import record_of
 from moe_qlora.kernels import cards
 from moe_qlora.kernels.cards import Card
 from moe_qlora.packing import parametrize
+from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
 triton = pytest.importorskip("triton")
@@ -280,3 +282,31 @@ def test_xpu_is_refused_for_its_launches():
     reason = backend._device_obstacle(torch.device("xpu", 1), None)
     assert "launched by CUDA or ROCm, not xpu:1 (XPU is not tested)" in reason
     assert not backend.kernels_run(torch.device("xpu", 1))
+
+
+@pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])
+def test_few_frames_lie_between_the_forward_and_a_launch(case, way, monkeypatch):
+    """Of this package, both ends included; torch's own, as of autograd, are not counted."""
+    from moe_qlora.kernels import table, workspace
+
+    module, _, parts = case
+    if way != "on codes":
+        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
+    found = []
+
+    def noted(*args, **options):
+        frame, names = sys._getframe(1), ["experts_forward"]
+        while frame.f_code is not forward.experts_forward.__code__:
+            if "moe_qlora" in frame.f_globals["__name__"]:
+                names.insert(1, frame.f_code.co_name)
+            frame = frame.f_back
+        found.append(names)
+
+    replace_launches(monkeypatch, noted)
+    workspace.set_workspace_cap(1 if way == "in slices" else None)
+    try:
+        module(*parts)
+    finally:
+        workspace.set_workspace_cap(None)
+    assert len(found) > 6
+    assert max(map(len, found)) <= 5, max(found, key=len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import bitsandbytes as bnb
 import pytest
@@ -175,3 +176,23 @@ def test_reads_what_bitsandbytes_packed() -> None:
     assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
     storage.detach(module, "down")
     assert torch.equal(module.down, expected)
+
+
+def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
+    module, decoded = packed_experts(settings)
+    twin = copy.deepcopy(module)
+    if settings.kind != "int8":
+        state = storage.original_of(twin, "down").quant_state
+        assert twin.parametrizations["down"][0].quant_state == state
+        codes = storage.original_of(module, "down")
+        alone = pickle.loads(pickle.dumps(codes))  # noqa: S301 - our own bytes
+        assert alone.quant_state == codes.quant_state is not state
+    assert_reads(twin, decoded)
+    storage.original_of(twin, "down").data.zero_()
+    assert_reads(module, decoded)
+    storage.detach(twin, "down")
+    storage.detach(twin, "gate_up")
+    assert_reads(module, decoded)
+    assert len(module._load_state_dict_pre_hooks) == 1
+    assert type(twin) is Experts
+    assert not twin._load_state_dict_pre_hooks

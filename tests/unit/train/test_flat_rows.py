@@ -374,3 +374,30 @@ def test_adapters_watch_packed_rows() -> None:
     assert "forward" not in vars(stack)
     with pytest.raises(ConfigError, match="they would see each other"):
         model(**packed(sequences(model)))
+
+
+def test_recorded_lengths_come_from_the_batches_that_come() -> None:
+    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 9000)] == [
+        64, 64, 128, 640, 640, 4096, 5120, 10240,
+    ]  # fmt: skip
+    lengths = flat_rows.RowLengths(32768)
+    came = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
+    found = [lengths.pick(n, 9) for n in came * 9]
+    assert all(recorded for _, _, recorded in found)
+    assert sum(came) > 0.6 * sum(length for length, *_ in found[: len(came)])
+    assert sum(came) > 0.85 * sum(length for length, *_ in found[8 * len(came) :])
+    assert lengths.pick(32000, 9)[0] == 32768 and lengths.pick(40000, 9)[2] is False
+    assert len(lengths.recorded) <= 8
+
+
+def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
+    lengths = flat_rows.RowLengths(4096)
+    picked = [lengths.pick(n, 3)[0] for n in (1300, 500, 900, 3000, 1100, 4096)]
+    assert picked == [2048, 2048, 2048, 4096, 2048, 4096]
+    assert [lengths.pick(1100, 3)[0] for _ in range(7)] == [2048] * 6 + [1280]
+    assert [lengths.pick(30, 3)[0] for _ in range(6)] == [1280] * 5 + [1024]
+    for n in range(1024, 4097, 64):  # Nothing is recorded for ever more lengths
+        for count in (3, 40, 200):
+            for _ in range(9):
+                lengths.pick(n, count)
+    assert len(lengths.recorded) == 8
