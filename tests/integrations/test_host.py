@@ -17,7 +17,13 @@ import yaml
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect, layout
@@ -353,6 +359,13 @@ def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_pat
     assert has_flat_rows(again)
     plugin.post_train_unload(cfg)
     assert not has_flat_rows(again) and plugin.host is None
-    plugin.pre_model_load(cfg)  # A build that fails
+    stock = vars(PreTrainedModel)["from_pretrained"]
+    plugin.pre_model_load(cfg)  # A build that never reaches the weights
     plugin.register({**cfg, "plugins": []})
-    assert not is_enabled()
+    assert not is_enabled() and vars(PreTrainedModel)["from_pretrained"] is stock
+    model.config.save_pretrained(tmp_path / "empty")
+    plugin.pre_model_load(cfg)
+    with pytest.raises(OSError, match="no file named"):
+        load(tmp_path / "empty")
+    assert not is_enabled() and vars(PreTrainedModel)["from_pretrained"] is stock
+    plugin.post_train_unload(cfg)
