@@ -31,7 +31,7 @@ from moe_qlora.errors import AdapterError, ConfigError, DetectionError, Quantiza
 from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.testing import tiny_config, tiny_inputs, tiny_model
 from moe_qlora.train.flat_rows import has_flat_rows
 
 NF4 = BitsAndBytesConfig(
@@ -363,7 +363,7 @@ def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_pat
     plugin.pre_model_load(cfg)  # A build that never reaches the weights
     plugin.register({**cfg, "plugins": []})
     assert not is_enabled() and vars(PreTrainedModel)["from_pretrained"] is stock
-    model.config.save_pretrained(tmp_path / "empty")
+    tiny_config("qwen3_moe").save_pretrained(tmp_path / "empty")
     plugin.pre_model_load(cfg)
     with pytest.raises(OSError, match="no file named"):
         load(tmp_path / "empty")
