@@ -36,8 +36,8 @@ def test_a_live_configuration_says_how_it_is_packed(kind):
         assert not source.notes
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "llama4"])
-@pytest.mark.parametrize("part", [5, 0, True, "x", [1], []])
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+@pytest.mark.parametrize("part", [0, "x", []])
 def test_a_part_that_is_no_configuration_is_named(tmp_path, family, part):
     content = {"model_type": family, "text_config": part}
     (tmp_path / "config.json").write_text(json.dumps(content))
