@@ -50,9 +50,8 @@ def bench(
 
     MODEL is qwen3-30b-a3b where it is left out; nothing but its configuration is read. Experts are
     packed in nf4, attention and experts get LoRA in bfloat16, AdamW trains it, and
-    moe_qlora.prepare_training sets the rest. Linear layers stay in bfloat16.
-
-    The last two lines are a row of CSV and its heading, which can be published as they are.
+    moe_qlora.prepare_training sets the rest. Linear layers stay in bfloat16. The last two lines are
+    a row of CSV and its heading, which can be published as they are.
     """
     model = model or "qwen3-30b-a3b"
     with render.working(f"Building {model}"):

@@ -68,35 +68,31 @@ CASES = {
 }
 
 
-def chosen(case: str, on_gpu: bool) -> set[tuple[str, str]]:
-    """What a forward of the packed model itself is computed by, and why."""
-    model_type, asked, sizes = CASES[case]
-    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
-    moe_qlora.quantize_experts(model, asked)
-    for bias in (value for name, value in model.named_parameters() if name.endswith("_bias")):
-        bias.requires_grad_(False)  # as PEFT does
+def backends_of(model: Any, device: str, card: Card | None = None) -> set[tuple[str, str]]:
+    """What a forward of a packed model is computed by, and why."""
     found = set()
     for entry in moe_qlora.detect(model).modules:
         module = model.get_submodule(entry.name)
         hidden = entry.parameters[0].in_features
-        call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16))
-        if on_gpu:
-            call = call._replace(card=of_capability((8, 9)))
-        backend_chosen = choose_backend(module, call)
-        found.add((backend_chosen.name, backend_chosen.reason))
+        call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16, device=device))
+        one = choose_backend(module, call if card is None else call._replace(card=card))
+        found.add((one.name, one.reason))
     return found
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.*is computed in float32")
-def test_backends_are_those_of_a_forward(monkeypatch, case):
+def test_backends_are_those_of_a_forward(case):
     model_type, asked, sizes = CASES[case]
+    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
+    moe_qlora.quantize_experts(model, asked)
+    for bias in (value for name, value in model.named_parameters() if name.endswith("_bias")):
+        bias.requires_grad_(False)  # as PEFT does
     plain = config(model_type, **sizes)
-    report = moe_qlora.doctor(plain, asked)
-    assert {(layer.backend, layer.reason) for layer in report.layers} == chosen(case, False)
-    expected = chosen(case, True)
-    report = moe_qlora.doctor(plain, asked, gpu="4090")
-    assert {(layer.backend, layer.reason) for layer in report.layers} == expected
+    for gpu, card in ((None, None), ("4090", of_capability((8, 9)))):
+        report = moe_qlora.doctor(plain, asked, gpu=gpu)
+        seen = {(layer.backend, layer.reason) for layer in report.layers}
+        assert seen == backends_of(model, "cpu", card)
     for layer in report.layers:
         assert layer.fast == (layer.backend == "fused layer")
         assert bool(layer.cost) != layer.fast
@@ -247,12 +243,5 @@ def test_a_gpu_computes_as_it_says(case, rank):
     moe_qlora.quantize_experts(model.cuda(), asked)
     lora = LoraConfig(r=rank, target_modules=["q_proj"])
     adapted: Any = moe_qlora.get_peft_model(model, lora, experts=True)
-    base, seen = adapted.get_base_model(), set()
-    for entry in moe_qlora.detect(base).modules:
-        module = base.get_submodule(entry.name)
-        hidden = entry.parameters[0].in_features
-        call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16, device="cuda"))
-        assert all(len(factors) == 1 for factors in call.lora)
-        backend_chosen = choose_backend(module, call)
-        seen.add((backend_chosen.name, backend_chosen.reason))
+    seen = backends_of(adapted.get_base_model(), "cuda")
     assert {(layer.backend, layer.reason) for layer in report.layers} == seen

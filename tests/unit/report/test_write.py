@@ -177,17 +177,11 @@ def test_without_matplotlib_there_are_tables_alone(
     assert not pictures(page) and "<td>loss</td>" in page and "pip install matplotlib" in page
 
 
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"prompt": "a", "completion": "b"}, "ab"),
-        ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
-        ({"prompt": [1], "completion": [2]}, [1, 2]),
-    ],
-)
-def test_rows_of_a_sample(tmp_path: Path, row: Any, text: Any) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
-    assert list(write._texts(tmp_path / "a.jsonl")) == [text]
+def test_rows_of_a_sample(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    rows = ({"prompt": "a", "completion": "b"}, {"messages": chat}, {"text": "a"})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert list(write._texts(tmp_path / "a.jsonl")) == ["ab", chat, "a"]
 
 
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
