@@ -151,10 +151,10 @@ def _show(found: Mapping[str, Any], out: Console, why: bool) -> None:
         sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed"
         smaller = f"({now / max(packed, 1):.2f} times smaller)"
         render.say(out, f"{count} expert parameters: {sizes} {smaller}.")
-        names = dict.fromkeys(n.rpartition(".")[0] for one in experts for n in one["names"])
+        homes = dict.fromkeys(n.rpartition(".")[0] for one in experts for n in one["names"])
         targets, excluded = (len(found[name]) for name in _LISTS)
         lists = f"{targets} target_parameters; {excluded} exclude_modules, in and below"
-        render.say(out, f"PEFT: {lists} {render.patterns(names)} (--peft and --yaml print them).")
+        render.say(out, f"PEFT: {lists} {render.patterns(homes)} (--peft and --yaml print them).")
         if rejected:
             render.say(out, f"No experts: {others}{'' if why else ' (--why says why)'}.")
     else:

@@ -114,7 +114,7 @@ class MoeQloraPlugin(BasePlugin):
 
         # No hook hears of a build that fails: packing ends with the load.
         self._undo.callback(setattr, PreTrainedModel, "from_pretrained", stock)
-        PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Check that everything that should be packed is."""

@@ -38,11 +38,6 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def meta_model():
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(tiny())
-
-
 def dumped(cli, *arguments: object) -> dict:
     code, out, err = cli("dump", *arguments, "--json")
     assert (code, err) == (0, "")
@@ -74,11 +69,9 @@ def test_json(cli, folder):
 def test_lists_are_those_of_the_packed_model(cli, folder):
     found = dumped(cli, folder)
     model = AutoModelForCausalLM.from_config(tiny(), dtype=torch.bfloat16)
-    config = BitsAndBytesConfig(load_in_4bit=True)
-    moe_qlora.quantize_experts(model, config)
-    assert set(found["exclude_modules"]) == set(moe_qlora.exclude_modules(model))
-    assert len(found["exclude_modules"]) == len(set(found["exclude_modules"]))
-    assert set(found["target_parameters"]) == set(moe_qlora.target_parameters(model))
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    assert sorted(found["exclude_modules"]) == sorted(moe_qlora.exclude_modules(model))
+    assert sorted(found["target_parameters"]) == sorted(moe_qlora.target_parameters(model))
 
 
 def test_python_has_full_names_and_yaml_suffixes(cli, folder):
@@ -86,7 +79,7 @@ def test_python_has_full_names_and_yaml_suffixes(cli, folder):
     found = dumped(cli, folder)
     pasted = eval(f"dict({cli('dump', folder, '--peft')[1]})")
     loaded = yaml.safe_load(cli("dump", folder, "--yaml")[1])
-    names = [name for name, _ in meta_model().named_parameters()]
+    names = [name for name, _ in AutoModelForCausalLM.from_config(tiny()).named_parameters()]
     names += [name for entry in found["exclude_modules"] for name in (entry, f"other.{entry}s")]
     for name in ("target_parameters", "exclude_modules"):
         assert sorted(pasted[name]) == sorted(found[name])
@@ -218,18 +211,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 class FarConfig(PretrainedConfig):
     model_type = "far_moe"
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.choose = nn.Linear(8, 3, bias=False)
-        self.first = nn.Parameter(torch.empty(3, 16, 8))
-        self.second = nn.Parameter(torch.empty(3, 8, 16))
-
 class FarModel(PreTrainedModel):
     config_class = FarConfig
     def __init__(self, config):
         super().__init__(config)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.choose = nn.Linear(8, 3, bias=False)
+        self.first = nn.Parameter(torch.empty(3, 16, 8))
+        self.second = nn.Parameter(torch.empty(3, 8, 16))
         self.post_init()
 """
     (tmp_path / "far.py").write_text(code)
@@ -238,4 +226,4 @@ class FarModel(PreTrainedModel):
     (tmp_path / "config.json").write_text(json.dumps(config))
     check_refused(cli("dump", tmp_path), "--trust-remote-code")
     found = dumped(cli, tmp_path, "--trust-remote-code")
-    assert [entry["pattern"] for entry in found["experts"]] == ["blocks.*.first", "blocks.*.second"]
+    assert [entry["pattern"] for entry in found["experts"]] == ["first", "second"]

@@ -47,19 +47,3 @@ def test_columns_are_honoured_in_pipes(monkeypatch, columns):
     else:
         monkeypatch.setenv("COLUMNS", columns)
     assert render.console("auto").width == int(columns or 160)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_spinner_on_terminals_only(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    with pytest.raises(KeyboardInterrupt), render.working("Reading [it]"):
-        raise KeyboardInterrupt
-    assert "Reading [it]" in stream.getvalue()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with render.working("Reading"):
-        pass
-    assert sys.stderr.getvalue() == ""

@@ -44,8 +44,7 @@ def test_a_file_that_is_too_long_or_is_missing(tmp_path):
     with pytest.raises(CheckpointError, match="is missing: copy the whole folder"):
         read_json(file)
     file.write_bytes(b"{}" + b" " * 100)
-    assert read_json(file, 102) == {}
     with pytest.raises(CheckpointError, match="longer than 101 bytes"):
         read_json(file, 101)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="is no regular file"):
         read_json(tmp_path)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,35 +88,25 @@ def test_a_run(folders: Path, tmp_path: Path) -> None:
     assert pictures(page) == ["loss by step", "speed by step"]
 
 
-def test_the_heat_map_has_the_counts_of_the_router(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_are_those_of_the_routers(folders: Path, tmp_path: Path) -> None:
     """A live model keeps its mode; its counts are those of its routers' own answers."""
     model = load(folders / "packed").train()
-    read: list[dict[str, torch.Tensor]] = []
-
-    @contextmanager
-    def watched(counted: Any) -> Iterator[dict[str, torch.Tensor]]:
-        with expert_counts(counted) as counts:
-            yield counts
-            read.append(dict(counts))
-
-    monkeypatch.setattr(write, "expert_counts", watched)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders / "plain")
     tokenizer.chat_template = "{{ messages[0].content }}"
     texts = ["one text", [{"role": "user", "content": "and another"}]]
-    _, missing = page_of(model, tmp_path, text=texts, tokenizer=tokenizer)
+    page, missing = page_of(model, tmp_path, text=texts, tokenizer=tokenizer)
     assert missing == ("Packing error", "Training") and model.training
-    for layer, module in enumerate(model.model.layers):
-        seen: Counter[int] = Counter()
-        hook = module.mlp.gate.register_forward_hook(
-            lambda gate, args, out, seen=seen: seen.update(out[-1].flatten().tolist())
+    assert f"{len('one textand another')} tokens of 2 texts" in page
+    seen: list[Counter[int]] = [Counter() for _ in model.model.layers]
+    for layer, count in zip(model.model.layers, seen, strict=True):
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, args, out, count=count: count.update(out[-1].flatten().tolist())
         )
-        for text in ("one text", "and another"):
-            model.eval()(input_ids=torch.tensor([tokenizer(text)["input_ids"]]))
-        hook.remove()
-        count = read[0][f"model.layers.{layer}.mlp.experts"]
-        assert count.tolist() == [*(seen[expert] for expert in range(EXPERTS)), 0]
+    with torch.no_grad(), expert_counts(model.eval()) as counts:
+        model(input_ids=torch.tensor([tokenizer("one text")["input_ids"]]))
+    for layer, count in enumerate(seen):
+        found = counts[f"model.layers.{layer}.mlp.experts"].tolist()
+        assert found == [*(count[expert] for expert in range(EXPERTS)), 0]
 
 
 def test_recomputation_and_adapters_count_each_token_once() -> None:
