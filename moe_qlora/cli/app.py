@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -20,9 +20,9 @@ from .bench import bench
 from .doctor import doctor
 from .dump import dump
 from .folders import export, merge, quantize, report, verify
-from .options import Subcommand
+from .options import option
 from .plan import PlanCommand, plan
-from .render import Interrupted, streams
+from .render import streams
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # typer's code as well
@@ -48,7 +48,7 @@ app = typer.Typer(no_args_is_help=True, **PLAIN)
 for command, short in SUBCOMMANDS.items():
     lines = sys.modules[command.__module__].EXAMPLES
     own = "".join(f"\n  {line}" for line in lines if line.split()[1] == command.__name__)
-    kind = PlanCommand if command is plan else Subcommand
+    kind = PlanCommand if command is plan else None
     app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:{own}")(command)
 
 
@@ -63,10 +63,9 @@ def _version(asked: bool) -> None:
     "moe-qlora plan --help            options and examples of a command"
 )
 def _program(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Show the version."),
-    ] = False,
+    version: bool = option(
+        "Show the version.", "--version", default=False, callback=_version, is_eager=True
+    ),
 ) -> None:
     """4-bit LoRA fine-tuning of Mixture-of-Experts models."""
 
@@ -95,13 +94,10 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
 
 def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     try:
-        code = program(standalone_mode=False, **arguments)
+        code = program(standalone_mode=False, **arguments) or 0
         if code == INTERRUPTED:
-            raise Interrupted("nothing is left half written.")
-        return code or 0
-    except Interrupted as error:
-        sys.stderr.write(one_line("interrupted", error))
-        return INTERRUPTED
+            sys.stderr.write(one_line("interrupted", "nothing is left half written."))
+        return int(code)
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))
         return BAD_INPUT

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
-from rich.markup import escape
 
 from . import options as opt
 from . import render
@@ -16,7 +13,6 @@ EXAMPLES = (
     "moe-qlora doctor gpt-oss-20b --gpu 4090",
     "moe-qlora doctor ./model --json",
 )
-_COLORS = {"problem": "red", "warning": "yellow", "note": "yellow"}
 
 
 def doctor(
@@ -26,7 +22,7 @@ def doctor(
     quant: opt.ModelQuant = None,
     double_quant: opt.ModelDoubleQuant = None,
     as_json: opt.Json = False,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    trust_remote_code: opt.Remote = False,
     color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Examine versions and devices and, given MODEL, how each of its expert layers is computed.
@@ -54,10 +50,7 @@ def doctor(
     if as_json:
         render.print_json(diagnosis.as_dict())
     else:
-        out = render.console(color.value)
         for line in str(diagnosis).splitlines():
-            kind, colon, rest = line.partition(":")
-            known = f"[{_COLORS[kind]}]{kind}:[/]" if kind in _COLORS else f"{escape(kind)}{colon}"
-            out.print(f"{known}{escape(rest)}")
+            render.say(render.console(color.value), line)
     if not diagnosis.good:
         raise typer.Exit(HAS_PROBLEMS)

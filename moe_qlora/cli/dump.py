@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from ..errors import ConfigError
-from ..layout import human_bytes, name_pattern
+from ..layout import human_bytes
 from . import options as opt
 from . import render
-
-if TYPE_CHECKING:
-    from ..layout import ExpertParam
 
 NO_EXPERTS = 3
 EXAMPLES = (
@@ -29,10 +24,7 @@ EXAMPLES = (
     "moe-qlora dump ./model --peft > targets.py",
     "moe-qlora dump train.yaml --yaml >> train.yaml",
 )
-_FIELDS = (
-    *("pattern", "num_experts", "in_features", "out_features", "transposed", "role", "packed"),
-    *("evidence", "orientation_evidence"),
-)  # of --json, as an `ExpertParam` has them
+_FIELDS = ("num_experts", "in_features", "out_features", "transposed", "role", "packed", "evidence")
 _LISTS = ("target_parameters", "exclude_modules")
 _LAYOUTS = {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}  # by `transposed`
 
@@ -45,7 +37,7 @@ def dump(
     why: bool = opt.flag("--why", "Print the evidence, and what was rejected and why."),
     peft: bool = opt.flag("--peft", "Print Python to paste into a LoraConfig, alone: full names."),
     yaml: bool = opt.flag("--yaml", "Print YAML to paste into a trainer's file, alone: suffixes."),
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    trust_remote_code: opt.Remote = False,
     color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Show every expert parameter of MODEL, its bytes now and packed, and the lists for PEFT.
@@ -87,7 +79,7 @@ def inspect_model(
     built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)
     targets: list[str] = []  # nothing is tied on meta: moe_qlora.target_parameters lists aliases
-    alike: dict[tuple[Any, ...], list[ExpertParam]] = {}
+    alike: dict[tuple[Any, ...], list[Any]] = {}
     for param in layout.experts:
         skipped = skipping_pattern(param, settings.skip_modules)
         key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
@@ -101,7 +93,9 @@ def inspect_model(
         packed = nbytes if skipped else sum(packed_nbytes(p.shape, settings) for p in params)
         experts.append(
             {
+                "pattern": first.pattern,
                 **{name: getattr(first, name) for name in _FIELDS},
+                "orientation_evidence": first.orientation_evidence,
                 "count": len(params),
                 "shape": list(first.shape),
                 "dtype": first.dtype_name,
@@ -127,10 +121,7 @@ def inspect_model(
             for item in layout.linear_experts
         ],
         "routers": [asdict(router) for router in layout.routers],
-        "rejected": [
-            {"name": item.name, "shape": list(item.shape), "reason": item.reason}
-            for item in layout.rejected
-        ],
+        "rejected": [asdict(item) for item in layout.rejected],
         "exclude_modules": exclude_modules(built),
         "target_parameters": targets,
         "notes": [*source.notes, *([note] if note else [])],
@@ -141,53 +132,51 @@ def _show(found: Mapping[str, Any], out: Console, why: bool) -> None:
     experts, rejected = found["experts"], len(found["rejected"])
     others = f"{rejected} other parameter{'s' * (rejected != 1)} of three or more dimensions"
     if experts:
-        _show_experts(found, out)
+        kind, nested = found["quantization"].values()
+        rows = [
+            (
+                one["pattern"],
+                str(one["count"]),
+                f"{_size(one)} {one['packed'] or one['dtype']}",
+                f"{one['role']} {_LAYOUTS[one['transposed']]}",
+                human_bytes(one["nbytes"]),
+                "skipped" if one["skipped"] else human_bytes(one["packed_nbytes"]),
+            )
+            for one in experts
+        ]
+        title = f"{found['model']}: experts packed as {kind}{', double quantization' * nested}"
+        headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
+        render.show_table(out, title, headings, rows)
+        count, now, packed = found["totals"].values()
+        sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed"
+        smaller = f"({now / max(packed, 1):.2f} times smaller)"
+        render.say(out, f"{count} expert parameters: {sizes} {smaller}.")
+        homes = dict.fromkeys(n.rpartition(".")[0] for one in experts for n in one["names"])
+        targets, excluded = (len(found[name]) for name in _LISTS)
+        lists = f"{targets} target_parameters; {excluded} exclude_modules, in and below"
+        render.say(out, f"PEFT: {lists} {render.patterns(homes)} (--peft and --yaml print them).")
         if rejected:
-            out.print(f"No experts: {others}{'' if why else ' (--why says why)'}.")
+            render.say(out, f"No experts: {others}{'' if why else ' (--why says why)'}.")
     else:
-        out.print(f"{escape(found['model'])}: no fused expert parameters ({others}).")
+        render.say(out, f"{found['model']}: no fused expert parameters ({others}).")
     if names := [item["name"] for item in found["linear_experts"]]:
         lists = "Experts that are lists of Linear layers, which bitsandbytes packs itself"
-        out.print(f"{lists}: {escape(_patterns(names))}")
+        render.say(out, f"{lists}: {render.patterns(names)}")
     for one in experts if why else ():
         said = f"{one['evidence']}. {one['orientation_evidence']}".rstrip()
         said += f" Skipped by {one['skipped']!r}." if one["skipped"] else ""
-        out.print(f"[green]{escape(one['pattern'])}[/]: {escape(said)}")
+        render.say(out, f"{one['pattern']}: {said}", "green")
     for one in found["rejected"] if why else ():
-        said = f" {'x'.join(map(str, one['shape']))}: {one['reason']}"
-        out.print(f"[red]{escape(one['name'])}[/]{escape(said)}")
-    for note in found["notes"]:
-        out.print(f"[yellow]note:[/] {escape(note)}")
-
-
-def _show_experts(found: Mapping[str, Any], out: Console) -> None:
-    kind, nested = found["quantization"].values()
-    rows = [
-        (
-            escape(one["pattern"]),
-            str(one["count"]),
-            f"{'x'.join(map(str, one['shape']))} {one['packed'] or one['dtype']}",
-            f"{one['role']} {_LAYOUTS[one['transposed']]}",
-            human_bytes(one["nbytes"]),
-            "skipped" if one["skipped"] else human_bytes(one["packed_nbytes"]),
-        )
-        for one in found["experts"]
-    ]
-    title = f"{escape(found['model'])}: experts packed as {kind}{', double quantization' * nested}"
-    headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
-    render.show_table(out, title, headings, rows)
-    count, now, packed = found["totals"].values()
-    sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed"
-    out.print(f"{count} expert parameters: {sizes} ({now / max(packed, 1):.2f} times smaller).")
-    plain = [router["name"] for router in found["routers"] if router["plain_linear"]]
-    if plain:
+        render.say(out, f"{one['name']}: {_size(one)}, {one['reason']}", "red")
+    if plain := [router["name"] for router in found["routers"] if router["plain_linear"]]:
         said = "bitsandbytes packs these routers unless llm_int8_skip_modules names them"
-        out.print(f"[yellow]{said}[/]: {escape(_patterns(plain))}")
-    names = [name.rpartition(".")[0] for one in found["experts"] for name in one["names"]]
-    targets, excluded = (len(found[name]) for name in _LISTS)
-    below = f"in and below {escape(_patterns(dict.fromkeys(names)))}"
-    lists = f"{targets} target_parameters; {excluded} exclude_modules, {below}"
-    out.print(f"PEFT: {lists} (--peft and --yaml print them).")
+        render.say(out, f"note: {said}: {render.patterns(plain)}")
+    for note in found["notes"]:
+        render.say(out, f"note: {note}")
+
+
+def _size(one: Mapping[str, Any]) -> str:
+    return "x".join(map(str, one["shape"]))
 
 
 def _to_paste(found: Mapping[str, Any], yaml: bool) -> str:
@@ -210,9 +199,3 @@ def _suffixes(names: list[str], others: list[str]) -> list[str]:
     short = list(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
     unique = not any(f".{each}." in f".{other}." for each in short for other in others)
     return short if unique else names
-
-
-def _patterns(names: Iterable[str]) -> str:
-    """Return the names with `*` for numbers, and their counts."""
-    counts = Counter(name_pattern(name) for name in names)
-    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"

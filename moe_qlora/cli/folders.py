@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from ..errors import ConfigError, one_line
 from ..layout import human_bytes, name_pattern
@@ -41,18 +39,9 @@ EXAMPLES = (
 _NEW = "New folder; nothing is overwritten."
 
 
-@contextmanager
-def _bar(quiet: bool, source: object, done: str, out: str | None = None) -> Iterator[Progress]:
-    """Show a bar on a terminal; Ctrl-C says what stays of `out`, the folder that is written."""
+def _bar(quiet: bool, source: object, done: str) -> AbstractContextManager[Progress]:
     shown = not quiet and sys.stderr.isatty()
-    try:
-        with reporting(shown, f"Reading {source}", done, stderr=True, transient=True) as tell:
-            yield tell
-    except KeyboardInterrupt:
-        if out is None:
-            raise
-        said = f"{out} was not written and no part of it stays; {source} is as it was."
-        raise render.Interrupted(said) from None
+    return reporting(shown, f"Reading {source}", done, stderr=True, transient=True)
 
 
 def quantize(
@@ -66,14 +55,14 @@ def quantize(
     dtype: opt.Float | None = opt.option("Of what is not packed; default: as in SRC."),
     device: str | None = opt.option("Where to pack; default: a GPU where there is one."),
     max_shard_size: str = opt.option("Of the files of DST.", default="5GB"),
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("SRC")] = False,
+    trust_remote_code: opt.Remote = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Pack a checkpoint without ever holding the model.
 
     DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
     """
-    with _bar(quiet, src, "Packed", dst) as tell:
+    with _bar(quiet, src, "Packed") as tell:
         import torch
 
         from ..checkpoint.save import quantize_checkpoint
@@ -87,11 +76,12 @@ def quantize(
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
     total = human_bytes(sum(shard["nbytes"] for shard in manifest.shards.values()))
-    files = f"{len(manifest.shards)} file{'s' * (len(manifest.shards) > 1)}"
-    kind = manifest.codec["kind"]
-    typer.echo(
-        f"{dst}: {len(manifest.experts)} expert weights packed to {kind}, {total} in {files}."
-    )
+    packed = f"{len(manifest.experts)} expert weights packed to {manifest.codec['kind']}"
+    typer.echo(f"{dst}: {packed}, {total} in {_files(len(manifest.shards))}.")
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'s' * (count != 1)}"
 
 
 def merge(
@@ -105,7 +95,7 @@ def merge(
     skip: list[str] = opt.option("With --quant: a module in 16 bit; may be repeated.", default=()),
     max_shard_size: str = opt.option("Of files, if BASE is packed or quantized.", default="5GB"),
     any_base: opt.AnyBase = False,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
+    trust_remote_code: opt.Remote = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.
@@ -114,11 +104,7 @@ def merge(
     """
     if quant is None and (double_quant or skip):
         raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
-    if quant is not None and not like_training:
-        raise ConfigError("--quant goes with --like-training; give both, or neither.")
-    if double_quant and quant is opt.Quant.int8:
-        raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
-    with _bar(quiet, base, "Merged", out) as tell:
+    with _bar(quiet, base, "Merged") as tell:
         import torch
 
         from ..checkpoint.merge import merge_adapter
@@ -140,7 +126,7 @@ def export(
     target: Server = opt.option("The server that is to load it.", "--for", default=...),
     out: str = opt.option(_NEW, "-o", "--out", metavar="OUT", default=...),
     any_base: opt.AnyBase = False,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
+    trust_remote_code: opt.Remote = False,
 ) -> None:
     """Write a LoRA adapter in the layout that a server takes for its architecture.
 
@@ -167,7 +153,7 @@ def report(
     max_tokens: int = opt.option("Most tokens of --text.", default=16384),
     quant: opt.ModelQuant = None,
     double_quant: opt.ModelDoubleQuant = None,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("FOLDER_OR_RUN")] = False,
+    trust_remote_code: opt.Remote = False,
     quiet: opt.Quiet = False,
 ) -> None:
     """Write a page with bytes by part, packing error, routing, and the curves of a run.
@@ -191,7 +177,7 @@ def verify(
     folder: Path = opt.argument("FOLDER", "Checkpoint folder, packed by moe-qlora or plain."),
     against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
     as_json: opt.Json = False,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("--against")] = False,
+    trust_remote_code: opt.Remote = False,
     quiet: opt.Quiet = False,
     color: opt.Colored = opt.Color.auto,
 ) -> None:
@@ -223,17 +209,13 @@ def _show(found: VerifyReport, out: Console) -> None:
     for pattern, errors in alike.items():
         worst = max(errors, key=lambda error: max(error.experts))
         most, mean = max(worst.experts), sum(error.relative for error in errors) / len(errors)
-        numbers = re.findall(r"(?<=\.)\d+(?=\.)", worst.name)  # that `*` stands for
-        where = [f"* = {', '.join(numbers)}"] * bool(numbers)
+        where = [f"* = {n}" for n in re.findall(r"(?<=\.)\d+(?=\.)", worst.name)]
         where += [f"expert {worst.experts.index(most)}"] * worst.expert
-        cells = (str(len(errors)), f"{mean:.2%}", f"{most:.2%}", ", ".join(where))
-        rows.append((escape(pattern), *cells))
-    name = escape(str(found.folder))
+        rows.append((pattern, str(len(errors)), f"{mean:.2%}", f"{most:.2%}", ", ".join(where)))
     if rows:
         headings = ("parameter", ">count", ">error", ">worst", "where")
-        render.show_table(
-            out, f"{name}: error of {found.kind}, relative (Frobenius)", headings, rows
-        )
+        title = f"{found.folder}: error of {found.kind}, relative (Frobenius)"
+        render.show_table(out, title, headings, rows)
     if not found.good:
         return
     what, more = f"packed as {found.kind}", ""
@@ -241,10 +223,7 @@ def _show(found: VerifyReport, out: Console) -> None:
         more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
     elif found.dequantized:
         more = f"; {found.dequantized} weights are codes, and are read dequantized"
-    if found.method:
-        what = f"quantized by its maker ({escape(found.method)})"
-    elif found.kind == "plain":
-        what = "plain"
-    count = f"{found.tensors} tensors in {found.files} file{'s' * (found.files != 1)}"
-    size = human_bytes(found.nbytes)
-    out.print(f"[green]{name} is whole[/]: {what}, {count}, {size}{more}.")
+    if found.method or found.kind == "plain":
+        what = f"quantized by its maker ({found.method})" if found.method else "plain"
+    count = f"{found.tensors} tensors in {_files(found.files)}, {human_bytes(found.nbytes)}"
+    render.say(out, f"{found.folder} is whole: {what}, {count}{more}.", "green")

@@ -30,7 +30,7 @@ def moe_experts(arguments: tuple[str, ...]) -> None:
 
 
 def plan_config(
-    config: str = opt.argument("CONFIG", "axolotl's YAML file.", callback=opt.existing),
+    config: str = opt.argument("CONFIG", "axolotl's YAML file."),
     gpus: str = opt.option("Devices, as moe-qlora plan takes them.", default=...),
     as_json: opt.Json = False,
     color: opt.Colored = opt.Color.auto,

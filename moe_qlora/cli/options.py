@@ -7,7 +7,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from ..packing.settings import CodecSettings
@@ -17,46 +16,19 @@ Float = StrEnum("Float", ["bfloat16", "float16", "float32"])
 Color = StrEnum("Color", ["auto", "always", "never"])
 
 
-class Subcommand(TyperCommand):
-    """A subcommand with usage as in its help, and with its options under headings."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Remove typer's braces around required arguments."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write each panel of options under its name, which typer does in rich's markup alone."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            if (shown := param.get_help_record(ctx)) is not None:
-                default = "Arguments" if param.param_type_name == "argument" else "Options"
-                panel = getattr(param, "rich_help_panel", None) or default
-                panels.setdefault(panel, []).append(shown)
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(rows)
-
-
 def argument(metavar: str, text: str, **more: Any) -> Any:
     """Return a required argument with its help."""
     return typer.Argument(metavar=metavar, help=text, **more)
 
 
-def option(
-    text: str, *names: str, default: Any = None, panel: str | None = None, **more: Any
-) -> Any:
-    """Return an option with its help, under the heading `panel`."""
-    return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
+def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """Return an option with its help."""
+    return typer.Option(default, *names, help=text, **more)
 
 
 def flag(name: str, text: str) -> Any:
     """Return an option that is False, without its `--no-`."""
     return typer.Option(False, name, help=text)
-
-
-def trust_remote_code_of(source: str) -> Any:
-    """Return the option `--trust-remote-code` for the code of this argument."""
-    return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
 
 
 def codec_settings(
@@ -90,38 +62,19 @@ def _model_names(incomplete: str) -> list[str]:
     return [name for name in (*model_types(), *shorts) if name.startswith(incomplete)]
 
 
-def existing(model: str | None) -> str | None:
-    """Refuse a misspelt path before torch is imported."""
-    from ..models.files import place_of
-
-    if model is not None:
-        place_of(model)
-    return model
-
-
-_MODEL = argument(
-    "MODEL",
-    "Checkpoint folder, config.json, name of a known checkpoint (qwen3-30b-a3b), model type or "
-    "hub id.",
-    autocompletion=_model_names,
-    callback=existing,
-)
-PACKING = "Packing"  # a panel
+_KINDS = "Checkpoint folder, config.json, known checkpoint (qwen3-30b-a3b), model type or hub id."
+_MODEL = argument("MODEL", _KINDS, autocompletion=_model_names)
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-ModelQuant = Annotated[
-    Quant | None,
-    typer.Option(help="Packed type; default: MODEL's, else nf4.", rich_help_panel=PACKING),
-]
+ModelQuant = Annotated[Quant | None, typer.Option(help="Packed type; default: MODEL's, else nf4.")]
 ModelDoubleQuant = Annotated[
-    bool | None,
-    typer.Option(
-        help="Quantize the statistics too; default: what MODEL says, else yes.",
-        rich_help_panel=PACKING,
-    ),
+    bool | None, typer.Option(help="Quantize the statistics too; default: as MODEL says, else yes.")
 ]
 AnyBase = Annotated[
     bool, typer.Option("--any-base", help="Take a BASE that is not the adapter's by its note.")
+]
+Remote = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run model code that the checkpoint brings.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]

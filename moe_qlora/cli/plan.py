@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import groupby, zip_longest
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from typer.core import TyperCommand
 
 from ..errors import ConfigError
-from ..layout import human_bytes, name_pattern
+from ..layout import human_bytes
 from . import options as opt
 from . import render
 
 if TYPE_CHECKING:
-    from ..planning.budget import DeviceUse
     from ..planning.report import MemoryPlan
 
 DOES_NOT_FIT = 4
@@ -28,63 +26,54 @@ EXAMPLES = (
     "moe-qlora plan qwen3-30b-a3b --gpus 4090 --targets attention,experts",
 )
 _ALL = -1  # stands for a --ddp without a number
-_BAR = 24
-_DEVICES, _STEP, _LORA = "Devices", "A training step", "LoRA"  # panels of the help
 
 
-class PlanCommand(opt.Subcommand):
+class PlanCommand(TyperCommand):
     """The subcommand, whose `--ddp` may be without a number."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put a number behind each `--ddp` that has none."""
         filled = []
         for word, following in zip_longest(args, args[1:], fillvalue=""):
-            filled.append(word)
-            if word == "--ddp" and not following.isdecimal():
-                filled.append(str(_ALL))
+            bare = word == "--ddp" and not following.isdecimal()
+            filled += [word, str(_ALL)] if bare else [word]
         return super().parse_args(ctx, filled)
 
 
 def plan(
     model: opt.Model,
-    gpus: str | None = opt.option(
-        "Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB.", panel=_DEVICES
-    ),
+    gpus: str | None = opt.option("Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB."),
     ddp: int | None = opt.option(
-        "Ranks under DDP; without a number as many as --gpus names.", panel=_DEVICES,
-        metavar="[INTEGER]",
+        "Ranks under DDP; without a number as many as --gpus names.", metavar="[INTEGER]"
     ),
-    fsdp: int | None = opt.option("Ranks that share the model under FSDP2.", panel=_DEVICES),
-    offload: bool | None = opt.option("Packed experts in host memory.", panel=_DEVICES),
-    seq: int | None = opt.option("Tokens in a sequence; default: 4096.", panel=_STEP),
-    batch: int | None = opt.option("Sequences in a micro-batch; default: 1.", panel=_STEP),
+    fsdp: int | None = opt.option("Ranks that share the model under FSDP2."),
+    offload: bool | None = opt.option("Packed experts in host memory."),
+    seq: int | None = opt.option("Tokens in a sequence; default: 4096."),
+    batch: int | None = opt.option("Sequences in a micro-batch; default: 1."),
     optimizer: str | None = opt.option(
-        "adamw, adamw_8bit, paged_adamw or paged_adamw_8bit; default: adamw.", panel=_STEP
+        "adamw, adamw_8bit, paged_adamw or paged_adamw_8bit; default: adamw."
     ),
-    checkpointing: bool | None = opt.option(
-        "Compute layers again in backward; default: yes.", panel=_STEP
-    ),
+    checkpointing: bool | None = opt.option("Compute layers again in backward; default: yes."),
     attention: str | None = opt.option(
         "attn_implementation of from_pretrained: eager, sdpa, flex_attention or a flash kernel; "
-        "default: transformers' choice.", panel=_STEP,
+        "default: transformers' choice."
     ),
     prepared: bool | None = opt.option(
-        "With prepare_training, whose loss is Liger's where it knows the model.", panel=_STEP
+        "With prepare_training, whose loss is Liger's where it knows the model."
     ),
-    rank: int | None = opt.option("LoRA rank; default: 16.", panel=_LORA),
+    rank: int | None = opt.option("LoRA rank; default: 16."),
     targets: str | None = opt.option(
-        "What gets LoRA: attention, all-linear, experts, or names, by comma; default: attention.",
-        panel=_LORA,
+        "What gets LoRA: attention, all-linear, experts, or names, by comma; default: attention."
     ),
     adapter_dtype: str | None = opt.option(
-        "Of the adapters: float32 (PEFT's default) or bfloat16; default: float32.", panel=_LORA
+        "Of the adapters: float32 (PEFT's default) or bfloat16; default: float32."
     ),
     quant: opt.ModelQuant = None,
     double_quant: opt.ModelDoubleQuant = None,
     as_json: opt.Json = False,
-    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    trust_remote_code: opt.Remote = False,
     color: opt.Colored = opt.Color.auto,
-) -> None:  # fmt: skip
+) -> None:
     """Show whether MODEL fits --gpus, the best settings that do, what it takes, and where.
 
     Layers are spread over --gpus in one process. With --ddp or --fsdp there is a process (a rank)
@@ -141,10 +130,9 @@ def show(report: MemoryPlan, command: str, *, as_json: bool, color: opt.Color) -
 def _show(report: MemoryPlan, out: Console, command: str) -> None:
     """Print the verdict, the best settings as options of a command, tables, and notes."""
     from ..planning.budget import ENGINES
-    from ..planning.devices import CONTEXT_BYTES, FRAGMENTATION
 
     if report.verdict:
-        out.print(f"[{'green' if report.fits else 'red'}]{escape(report.verdict)}[/]")
+        render.say(out, report.verdict, "green" if report.fits else "red")
         out.line()
     if report.best is not None:
         for line in (f"{command} {report.best.options}".strip(), *report.best.python):
@@ -155,96 +143,68 @@ def _show(report: MemoryPlan, out: Console, command: str) -> None:
     if engine is not None:
         where = f"each of {engine.ranks} ranks ({ENGINES[engine.name]})"
         share = f"on each rank {human_bytes(report.resident)}, "
-    bar = min(_BAR, max(out.width - 54, 4))
     rows: list[tuple[str, ...] | None] = [
-        (
-            name, human_bytes(most), human_bytes(now) if now else "-",
-            "#" * round(bar * now / peak.nbytes),
-        )
+        (name, human_bytes(most), human_bytes(now) if now else "-")
         for name, most, now in report.rows()
-    ]  # fmt: skip
-    rows += [None, ("sum", "", human_bytes(peak.nbytes), "")]
-    title = f"{escape(report.label)}: memory in training, on {where}"
-    render.show_table(out, title, ("component", ">at most", ">at the peak", ""), rows)
+    ]
+    rows += [None, ("sum", "", human_bytes(peak.nbytes))]
+    title = f"{report.label}: memory in training, on {where}"
+    render.show_table(out, title, ("component", ">at most", ">at the peak"), rows)
 
     whole = report.resident if report.whole is None else report.whole
-    hosting = report.hosting
-    if hosting is not None:
+    if (hosting := report.hosting) is not None:
         whole += sum(layer.nbytes for layer in hosting.layers)
     nested = ", double quantization" if report.double_quant else ""
     packed = f"{human_bytes(whole)} as {report.kind}{nested}" if report.kind else "nothing packed"
     loading = f"{human_bytes(report.load_peak)} at most while loading"
-    out.print(f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}{loading}.")
+    said = [f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}{loading}."]
     if hosting is not None:
         held, slots = hosting.host_nbytes(hosting.most), hosting.slots(hosting.most)
         rest = f"{human_bytes(slots)} of slots on the device{hosting.sentence(hosting.most, {})}"
-        out.print(f"Packed experts: {human_bytes(held)} in host memory, {rest}.")
-    out.print(
+        said.append(f"Packed experts: {human_bytes(held)} in host memory, {rest}.")
+    said.append(
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "
-        f"{escape(settings.targets)}, {settings.adapter_dtype}, {settings.optimizer}), "
+        f"{settings.targets}, {settings.adapter_dtype}, {settings.optimizer}), "
         f"{settings.batch} x {settings.seq} tokens, "
         f"{'with' if settings.checkpointing else 'without'} gradient checkpointing: "
-        f"{human_bytes(peak.nbytes)} at the peak, which is {escape(peak.moment)}.",
+        f"{human_bytes(peak.nbytes)} at the peak, which is {peak.moment}."
     )
     if peak.paged:
-        out.print(f"{human_bytes(peak.paged)} of optimizer states are in pages, and not counted.")
-    out.print(
-        f"Beside its tensors a process takes about {human_bytes(report.reserve)}: "
-        f"{human_bytes(CONTEXT_BYTES)} of CUDA context, and gaps of {FRAGMENTATION:.0%} of the "
-        "peak.",
-    )
+        said.append(f"{human_bytes(peak.paged)} of optimizer states are in pages, and not counted.")
+    reserve = f"{human_bytes(report.reserve)} (CUDA's context, and gaps between blocks)"
+    said.append(f"Beside its tensors a process takes about {reserve}.")
+    for line in said:
+        render.say(out, line)
     if report.devices:
         out.line()
         _show_devices(report, out)
     for note in report.notes:
-        out.print(f"[yellow]note:[/] {escape(note)}")
+        render.say(out, f"note: {note}")
 
 
 def _show_devices(report: MemoryPlan, out: Console) -> None:
     engine, settings = report.settings.engine, report.settings
-    uses = [*_alike(report)]
-    rows = [
-        (
-            names,
-            human_bytes(use.capacity),
-            human_bytes(use.weights),
-            human_bytes(0 if use.peak is None else use.peak.nbytes),
-            f"{human_bytes(use.needed)} ({use.needed / use.capacity:.0%})",
-            "[green]yes[/]" if use.fits else "[red]no[/]",
+    rows = []
+    # Under an engine, ranks on devices of one size are alike.
+    for _, uses in groupby(report.devices, key=lambda u: u.capacity if engine else u.index):
+        first, *others = uses
+        rows.append(
+            (
+                f"{first.index}-{others[-1].index}" if others else str(first.index),
+                human_bytes(first.capacity),
+                human_bytes(first.weights),
+                human_bytes(0 if first.peak is None else first.peak.nbytes),
+                f"{human_bytes(first.needed)} ({first.needed / first.capacity:.0%})",
+                "yes" if first.fits else "no",
+            )
         )
-        for names, use in uses
-    ]
     headings = ("device", ">size", ">weights", ">at the peak", ">with reserve", "fits")
     render.show_table(out, f"Devices{', one rank each' * bool(engine)}", headings, rows)
-    for names, use in uses if engine is None else ():
-        out.print(f"On device {names}: {escape(_blocks(use))}.")
+    for use in report.devices if engine is None else ():
+        render.say(out, f"On device {use.index}: {render.patterns(use.blocks)}.")
     if report.fit is not None and report.fit.fits:
-        out.print(f"With moe_qlora.fit_memory {report.fit}.")
+        render.say(out, f"With moe_qlora.fit_memory {report.fit}.")
     if report.largest_seq:
-        out.print(
-            f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens; largest "
-            f"batch at {settings.seq} tokens: {report.largest_batch:,}.",
-        )
-
-
-def _alike(report: MemoryPlan) -> Iterator[tuple[str, DeviceUse]]:
-    """Yield a name and what is on it: each device, or runs of devices whose ranks are alike."""
-    engine = report.settings.engine
-    for _, uses in groupby(report.devices, key=lambda u: u.capacity if engine else u.index):
-        run = list(uses)
-        first, last = run[0].index, run[-1].index
-        yield (str(first) if first == last else f"{first}-{last}"), run[0]
-
-
-def _blocks(use: DeviceUse) -> str:
-    """Return the names of a device's blocks, runs of layers folded: `model.layers.* (0-11)`."""
-    parts = []
-    for pattern, names in groupby(use.blocks, key=name_pattern):
-        run = list(names)
-        if len(run) > 1:
-            place = pattern.split(".").index("*")
-            first, last = (name.split(".")[place] for name in (run[0], run[-1]))
-            parts.append(f"{pattern} ({first}-{last})")
-        else:
-            parts += run
-    return ", ".join(parts) or "nothing"
+        longest = f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens"
+        largest = f"largest batch at {settings.seq} tokens: {report.largest_batch:,}"
+        render.say(out, f"{longest}; {largest}.")

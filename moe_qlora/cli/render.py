@@ -15,28 +15,28 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ..errors import one_line, visible
+from ..layout import name_pattern
 from ..progress import VisibleConsole
 
 _PIPE_SIZE = (160, 24)
 _LINES = box.Box("    \n    \n \u2500\u2500 \n    \n \u2500\u2500 \n    \n    \n    \n")
+_COLORS = {"problem": "red", "warning": "yellow", "note": "yellow"}
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -55,18 +55,19 @@ def print_json(content: object) -> None:
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
 
 
-class Interrupted(Exception):  # noqa: N818 - it is no error
-    """Ctrl-C, with a sentence about what stays."""
-
-
 @contextmanager
 def working(doing: str) -> Iterator[None]:
     """Show a spinner on stderr during the block, if that is a terminal."""
-    if not sys.stderr.isatty():
+    with (
+        VisibleConsole(stderr=True).status(escape(doing)) if sys.stderr.isatty() else nullcontext()
+    ):
         yield
-        return
-    with VisibleConsole(stderr=True).status(escape(visible(doing))):
-        yield
+
+
+def say(out: Console, text: str, style: str = "") -> None:
+    """Print a paragraph; the words before its first colon in `style`, or in their kind's colour."""
+    head, colon, rest = visible(text).partition(":")
+    out.print(Text.assemble((head, _COLORS.get(head, style)), colon + rest))
 
 
 def show_table(
@@ -76,9 +77,9 @@ def show_table(
 
     Args:
         out: The console.
-        title: Printed in bold over the table, in rich's markup.
+        title: Printed in bold over the table.
         headings: Of the columns; `>` before one aligns numbers to the right, on one line each.
-        rows: Cells in rich's markup; None draws a line.
+        rows: Cells; None draws a line.
     """
     table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
@@ -89,29 +90,16 @@ def show_table(
         if row is None:
             table.add_section()
         else:
-            table.add_row(*(cell if "[" in cell else _Words(cell) for cell in row))
-    out.print(title, style="bold")
+            table.add_row(*(Text(visible(cell)) for cell in row))
+    out.print(Text(visible(title)), style="bold")
     out.print(table)
     out.line()
 
 
-class _Words:
-    """Text in a table that is wrapped at spaces, as rich does, and after the dots of names."""
-
-    def __init__(self, text: str) -> None:
-        self.parts = re.split(r"(?<=\.)(?=[A-Za-z_*])|(?<=\s)", text)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        sizes = [*map(cell_len, self.parts)]
-        return Measurement(max(sizes), sum(sizes))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [""]
-        for part in self.parts:
-            if lines[-1] and cell_len((lines[-1] + part).rstrip()) > options.max_width:
-                lines.append("")
-            lines[-1] += part
-        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+def patterns(names: Iterable[str]) -> str:
+    """Return the names with `*` for numbers, and their counts."""
+    counts = Counter(name_pattern(name) for name in names)
+    return ", ".join(f"{name} ({n})" if n > 1 else name for name, n in counts.items()) or "none"
 
 
 @contextmanager

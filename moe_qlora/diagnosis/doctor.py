@@ -1,13 +1,10 @@
-"""`doctor`: versions, devices, and the backends that compute a model's expert layers.
-
-A model is packed on meta, as for a plan, and `experts/backend.py` says which backend a forward with
-LoRA takes, and why. Each known problem says which versions it was seen with.
-"""
+"""`doctor`: versions, devices, and the backends of a model's expert layers, packed on meta."""
 
 from __future__ import annotations
 
 import platform
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from torch import nn
 from ..detection.detect import detect
 from ..errors import ConfigError, check_numbers
 from ..experts import backend as backends
-from ..experts.backend import Backend, suits
 from ..experts.forward import can_serve
 from ..experts.operands import LoraFactors
 from ..kernels.cards import HOPPER, Card, acting_as, actual, multiplies_by_torch, of_capability
@@ -34,22 +30,14 @@ PROBLEM, WARNING = "problem", "warning"
 OWN_FORWARD, LINEAR_LAYERS = "own forward", "Linear layers"
 COSTS = {
     OWN_FORWARD: "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer.csv).",
-    "projection by projection": "Two dequantized weights, one after the other; not measured.",
-    "reference loop": "Expert by expert, with some ten kernels for each expert; not measured.",
-    "unpacked": "16-bit experts, and no LoRA of this package on them.",
 }  # compared with the fused layer
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = {  # by words in a backend's reason
     "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
     "ranks of the adapters": "Train with a lower rank.",
     "are torch.float32": "Load the model in bfloat16.",
-    "is not packed": "Look at llm_int8_skip_modules.",
-    "no expert weight is packed": "Look at llm_int8_skip_modules.",
+    " packed": "Look at llm_int8_skip_modules.",
     "": "Nothing to change: this model type has no faster path here.",
-}
-_LIGER_FAILS: dict[tuple[int, ...], tuple[str, ...]] = {
-    (5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"),
-    (5, 24): ("glm4v_moe",),
 }
 
 
@@ -133,8 +121,9 @@ class Diagnosis:
         lines += [f"{one.severity}: {one.what} {one.cure}" for one in self.findings]
         lines += [f"note: {note}" for note in self.notes]
         problems = sum(one.severity == PROBLEM for one in self.findings)
-        lines.append(f"{problems} problems, {len(self.findings) - problems} warnings.")
-        return "\n".join(lines)
+        return "\n".join(
+            [*lines, f"{problems} problems, {len(self.findings) - problems} warnings."]
+        )
 
 
 def doctor(
@@ -145,9 +134,7 @@ def doctor(
     rank: int | None = None,
     trust_remote_code: bool = False,
 ) -> Diagnosis:
-    """Examine this environment and, given a model, the backends of its expert layers.
-
-    Nothing is loaded, downloaded or computed: a model is built on the meta device.
+    """Examine this environment and, given a model, on meta, the backends of its expert layers.
 
     Args:
         model: As `plan` takes it, or a model with adapters, of which the active ones are examined.
@@ -161,70 +148,63 @@ def doctor(
         CheckpointError: `model` cannot be read or built.
     """
     refuse_yaml(model, "doctor")
-    rank = 16 if rank is None else rank
-    check_numbers(rank=rank)
+    check_numbers(rank=(rank := 16 if rank is None else rank))
     cards = _here() if gpu is None else [card_named(gpu)]
     device, card = cards[0]
-    kinds: tuple[LayerKind, ...] = ()
+    kinds: list[LayerKind] = []
     notes: tuple[str, ...] = ()
-    label, model_type, fit = "", None, ""
+    label = fit = ""
     if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
         if quantization_config is not None:
             raise ConfigError("quantization_config is for a model without adapters: leave it out.")
         base, config = base_model(model), getattr(model, "config", None)
         label = getattr(config, "name_or_path", "") or type(base).__name__
-        model_type = getattr(config, "model_type", None)
-        kinds = _layer_kinds(base, detect(base), card, None)
+        kinds = _kinds(base, detect(base), card, None)
     elif model is not None:
         source = meta_model.source_of(model, quantization_config, trust_remote_code)
         label, notes = source.label, source.notes
-        model_type = getattr(source.config, "model_type", None)
         meta = meta_model.pack(
             source.build(), source.quantization, linears=source.linears, native=source.native
         )
-        kinds = _layer_kinds(meta.base, meta.layout, card, rank)
+        kinds = _kinds(meta.base, meta.layout, card, rank)
         if device.nbytes is not None:
             where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name
             fit = f"Training steps that fit {device.name}: moe-qlora plan {label} --gpus {where}"
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
-    installed = packages()
-    found = known_problems(installed, device, card, model_type, kinds)
-    devices = tuple(each for each, _ in cards)
-    return Diagnosis(installed, device, devices, label, kinds, found, notes, fit)
+    installed, devices = packages(), tuple(each for each, _ in cards)
+    found = known_problems(installed, device, card, kinds)
+    return Diagnosis(installed, device, devices, label, tuple(kinds), found, notes, fit)
 
 
 def card_named(text: str) -> tuple[Device, Card]:
     """Return a card by its name, such as "4090"; a `ConfigError` for an unknown one."""
     try:
-        name = gpu_named(text)
+        if (name := gpu_named(text)) is None:
+            raise ValueError(f"{text.strip()!r} is no {unknown_gpu(text)}")
     except ValueError as error:
         raise ConfigError(f"gpu: {error}.") from error
-    if name is None:
-        raise ConfigError(f"gpu: {text.strip()!r} is no {unknown_gpu(text)}.")
     card = of_capability(GPUS[name].capability)
     return _described(name, GPUS[name].nbytes, card, here=False), card
 
 
 def _here() -> list[tuple[Device, Card]]:
     """Return every GPU of this machine, or the CPU if it has none."""
-    found = []
+    cpu, found = actual(torch.device("cpu")), []
     for index in range(torch.cuda.device_count()):
         its, card = torch.cuda.get_device_properties(index), actual(torch.device("cuda", index))
         found.append((_described(its.name, its.total_memory, card, here=True), card))
-    cpu = actual(torch.device("cpu"))
     return found or [(_described("CPU", None, cpu, here=True), cpu)]
 
 
 def _described(name: str, nbytes: int | None, card: Card, *, here: bool) -> Device:
     capability = ".".join(map(str, card.capability)) if card.maker == "nvidia" else ""
     few = many = "expert by expert, in plain torch"
-    if suits(card):
+    if backends.suits(card):
         with acting_as(card):
             by_torch = multiplies_by_torch(torch.device("cuda", 0), torch.bfloat16)
-        tried = ", untested on ROCm" if card.maker == "amd" else ""
-        few = f"{'Hopper' if card.capability == HOPPER else 'portable'} quantized matmul{tried}"
-        many = f"{'torch' if by_torch else 'own Triton'} grouped matmul{tried}"
+        few = f"{'Hopper' if card.capability == HOPPER else 'portable'} quantized matmul"
+        many = f"{'torch' if by_torch else 'own Triton'} grouped matmul"
     return Device(name, nbytes, capability, here, few, many)
 
 
@@ -245,56 +225,35 @@ def packages() -> tuple[Package, ...]:
 
 
 def known_problems(
-    installed: tuple[Package, ...],
-    device: Device,
-    card: Card,
-    model_type: str | None = None,
-    layers: tuple[LayerKind, ...] = (),
+    installed: tuple[Package, ...], device: Device, card: Card, layers: Iterable[LayerKind] = ()
 ) -> tuple[Finding, ...]:
     """Return the known problems of this environment and model, and then the warnings."""
-    found: list[Finding] = []
-
-    def add(severity: str, what: str, cure: str) -> None:
-        found.append(Finding(severity, what, cure))
-
-    releases = {row.name: release_of(row.installed) for row in installed if row.installed}
+    found: list[tuple[str, str, str]] = []
     for row in installed:
         if row.status in ("missing", "too old", "untested"):
             what = " ".join(filter(None, (row.name, row.installed, "is", row.status)))
-            cure = f"Install {row.name} {row.tested}."
-            add(WARNING if row.status == "untested" else PROBLEM, f"{what}.", cure)
-    # Liger 0.8.5 imports classes that transformers has removed.
-    if (0,) < releases.get("liger-kernel", ()) <= (0, 8, 5):
-        failing = _LIGER_FAILS.get(releases.get("transformers", ())[:2], ())
-        if failing and model_type in (None, *failing):
-            what = f"Liger raises an ImportError for {', '.join(failing)} with this transformers."
-            cure = "Leave use_liger_kernel out for these, or install a later liger-kernel."
-            add(WARNING if model_type is None else PROBLEM, what, cure)
-    # FSDP2 asks gradients of integer shards, and mixed precision casts them.
-    if (0,) < releases.get("torch", ()) < (2, 13):
-        cure = "On several GPUs use moe_qlora.load_sharded, or torch 2.13."
-        add(WARNING, "fully_shard of torch before 2.13 fails on packed codes.", cure)
+            severity = WARNING if row.status == "untested" else PROBLEM
+            found.append((severity, f"{what}.", f"Install {row.name} {row.tested}."))
     if device.here and _DRIVER.exists() and not torch.cuda.is_available():
-        built = torch.version.cuda is not None or torch.version.hip is not None
-        what = "sees no GPU" if built else "is built without CUDA"
-        cure = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or install torch with CUDA."
-        add(PROBLEM, f"NVIDIA's driver is loaded, and torch {torch.__version__} {what}.", cure)
+        what = f"NVIDIA's driver is loaded, and torch {torch.__version__} sees no GPU."
+        cure = "Install torch with CUDA, or look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+        found.append((PROBLEM, what, cure))
     if card.maker == "nvidia" and card.capability < (8, 0):
         what = f"{device.name} has compute capability {device.capability}; the kernels need 8.0."
-        add(WARNING, what, "Train on Ampere or later.")
+        found.append((WARNING, what, "Train on Ampere or later."))
     elif card.maker in ("nvidia", "amd") and not backends.has_triton():
-        add(PROBLEM, "Triton, of the fused kernels, is not installed.", "pip install triton")
-    slow = [layer for layer in layers if suits(card) and not layer.fast]
+        what = "Triton, of the fused kernels, is not installed."
+        found.append((PROBLEM, what, "pip install triton"))
+    slow = [layer for layer in layers if backends.suits(card) and not layer.fast]
     for reason in dict.fromkeys(layer.reason for layer in slow):
         count = sum(layer.count for layer in slow if layer.reason == reason)
         what = f"{count} expert layers do not run on the fused layer of {device.name}: {reason}."
-        add(WARNING, what, next(cure for words, cure in _CURES.items() if words in reason))
-    return tuple(sorted(found, key=lambda finding: finding.severity))
+        cure = next(cure for words, cure in _CURES.items() if words in reason)
+        found.append((WARNING, what, cure))
+    return tuple(Finding(*each) for each in sorted(found, key=lambda each: each[0]))
 
 
-def _layer_kinds(
-    model: nn.Module, layout: ModelLayout, card: Card, rank: int | None
-) -> tuple[LayerKind, ...]:
+def _kinds(model: nn.Module, layout: ModelLayout, card: Card, rank: int | None) -> list[LayerKind]:
     counted = Counter[tuple[str, str, str, str]]()
     for entry in layout.modules:
         chosen = _backend(model.get_submodule(entry.name), entry, card, rank)
@@ -303,31 +262,30 @@ def _layer_kinds(
     why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
     for experts in layout.linear_experts:
         counted[name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why] += 1
-    quick = (backends.FUSED.name, LINEAR_LAYERS)
-    return tuple(
-        LayerKind(pattern, n, owner, name, reason, name in quick, COSTS.get(name, ""))
-        for (pattern, owner, name, reason), n in counted.items()
-    )
+    kinds = []
+    for (pattern, owner, name, reason), n in counted.items():
+        fast = name in (backends.FUSED.name, LINEAR_LAYERS)
+        cost = "" if fast else COSTS.get(name, "Slower; not measured.")
+        kinds.append(LayerKind(pattern, n, owner, name, reason, fast, cost))
+    return kinds
 
 
-def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
+def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) -> backends.Backend:
     """Return a packed module's backend, with LoRA of this rank; None for the LoRA that it has."""
     names = [param.parameter_name for param in entry.parameters]
     packed = next((name for name in names if parametrize.is_packed(module, name)), None)
     if packed is None:
         return backends.UNPACKED
     if not can_serve(module):
-        return Backend(OWN_FORWARD, "the class does not use transformers' experts interface")
+        return backends.Backend(
+            OWN_FORWARD, "the class does not use transformers' experts interface"
+        )
     call = backends.read_call(module, torch.empty(0))  # no autocast on meta
     if rank is not None:
-        # in float32 like PEFT's; of weights `(E, ...)` that are packed
-        lora = [
-            (_factors(*weight.shape, rank),)
-            if weight is not None and len(weight.shape) == 3
-            else ()
-            for weight in call.weights
-        ]
-        call = call._replace(lora=(lora[0], lora[1]))
+        # In float32 like PEFT's, of weights `(E, ...)` that are packed.
+        shapes = [() if weight is None else tuple(weight.shape) for weight in call.weights]
+        up, down = ((_factors(*s, rank),) if len(s) == 3 else () for s in shapes)
+        call = call._replace(lora=(up, down))
     # Hidden states (4096 tokens, hidden) in the experts' dtype before packing, without memory.
     dtype = getattr(torch, entry.parameters[0].dtype_name)
     x = torch.empty((), dtype=dtype, device=parametrize.device_of(module, packed))

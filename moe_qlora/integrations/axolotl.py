@@ -6,8 +6,7 @@
       lora_experts: true
 
 The hooks are in the order of their calls. axolotl keeps a plugin for the whole process, so every
-hook first checks that the current run names it. Hooks are not told of failures: after a build that
-fails, packing is on until the next run begins or `post_train_unload` is called.
+hook first checks that the current run names it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError, MoeQloraError
 from .host import ExpertsHost
@@ -105,6 +105,16 @@ class MoeQloraPlugin(BasePlugin):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
         host.before_build()
+        stock = vars(PreTrainedModel)["from_pretrained"]
+
+        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+            self._undo.close()
+            with host:
+                return stock.__get__(None, cls)(*args, **kwargs)
+
+        # No hook hears of a build that fails: packing ends with the load.
+        self._undo.callback(setattr, PreTrainedModel, "from_pretrained", stock)
+        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Check that everything that should be packed is."""

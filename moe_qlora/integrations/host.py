@@ -21,7 +21,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
 from .settings import ExpertsSettings
@@ -52,7 +52,7 @@ class ExpertsHost:
         self._switch = ExitStack()
         self._adapted: PeftConfig | None = None
 
-    def __enter__(self) -> ExpertsHost:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -176,10 +176,8 @@ class ExpertsHost:
         configs, wanted = getattr(peft_model, "peft_config", None), self.settings.lora_experts
         if not configs or not hasattr(peft_model, "base_model"):
             if wanted:
-                raise AdapterError(
-                    f"lora_experts is {wanted!r} and the {type(peft_model).__name__} has no "
-                    "adapter: make it with PEFT first, or leave lora_experts out."
-                )
+                seen = f"lora_experts is {wanted!r} and the {type(peft_model).__name__}"
+                raise AdapterError(f"{seen} has no adapter: make it with PEFT first.")
             return peft_model
         from ..lora.model import connect_adapters, set_dropout
         from ..lora.targets import expert_parameters, names_parameter
@@ -214,14 +212,10 @@ class ExpertsHost:
             return None
         from ..train.prepare import prepare_training
 
+        rows, memory = batch_size * (1 + (objective in _PAIRS)), None if asked is True else asked
+        how: dict[str, Any] = {"memory": memory, "loss": loss_of(objective)}
         try:
-            return prepare_training(
-                model,
-                batch_size=batch_size * (1 + (objective in _PAIRS)),
-                seq_len=seq_len,
-                memory=asked if isinstance(asked, str) else None,
-                loss=loss_of(objective),
-            )
+            return prepare_training(model, batch_size=rows, seq_len=seq_len, **how)
         except ConfigError as error:
             if asked is not None:
                 raise

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 
-from ..errors import CheckpointError, ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean
 from ..models.files import read_json
 from ..packing.bnb4bit import NF4
 
@@ -113,13 +112,10 @@ def check(cfg: Mapping[str, Any]) -> None:
 
 def _is_stage_3(value: Any) -> bool:
     """Whether `deepspeed:` is of ZeRO's stage 3; of a file that is missing its name tells."""
-    found = value if isinstance(value, Mapping) else None
-    if found is None and (path := Path(str(value))).is_file():
-        with suppress(CheckpointError):
-            found = read_json(path)
-    if found is None:
+    if not isinstance(value, Mapping) and not Path(value).is_file():
         return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
-    section = found.get("zero_optimization")
+    read = value if isinstance(value, Mapping) else read_json(Path(value))
+    section = read.get("zero_optimization")
     return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 
@@ -180,10 +176,9 @@ _OWN_ATTENTION = ("xformers", "sage", "s2", "fp8")
 
 
 def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
-    """Return the arguments of `memory.plan.plan_settings` for axolotl's validated configuration.
+    """Return the arguments of `planning.plan.plan_settings` for axolotl's validated configuration.
 
-    Raises:
-        ConfigError: The run trains no LoRA on packed weights.
+    A run that trains no LoRA on packed weights is a `ConfigError`.
     """
 
     def get(key: str) -> Any:
@@ -193,10 +188,8 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
     adapter, bits = get("adapter"), 4 if get("load_in_4bit") else 8
     if adapter not in ("lora", "qlora") or not get(f"load_in_{bits}bit"):
         raise ConfigError(
-            f"adapter is {shown(adapter)}, without load_in_4bit or load_in_8bit, and plans are of "
-            "LoRA on packed weights: set adapter: qlora with load_in_4bit: true."
-            if adapter in ("lora", "qlora")
-            else f"adapter is {shown(adapter)}, and plans are of LoRA: set adapter: qlora."
+            f"adapter is {shown(adapter)}, and plans are of LoRA on packed weights: set adapter: "
+            "qlora with load_in_4bit: true."
         )
     names = ["all-linear"] if get("lora_target_linear") else get("lora_target_modules") or []
     if isinstance(names, str):

@@ -190,10 +190,8 @@ def _allowed_rank(model: PeftModel) -> int:
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     allowed = next((one for one in _MAX_RANKS if one >= rank), None)
     if allowed is None:
-        raise ConfigError(
-            f"The engine cannot start: the adapter's rank is {rank}, and vLLM takes adapters up to "
-            f"rank {_MAX_RANKS[-1]}."
-        )
+        most = f"vLLM takes adapters up to rank {_MAX_RANKS[-1]}"
+        raise ConfigError(f"The engine cannot start: the adapter's rank is {rank}, and {most}.")
     return allowed
 
 
@@ -249,42 +247,33 @@ class AdapterClient(VLLMClient):
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's configuration; TRL reads its mode of logprobs."""
-        status, text = _ask(f"{self.base_url}/server_info?config_format=json")
-        if status == HTTPStatus.NOT_FOUND:
-            raise self._refused(
-                f"does not say which logprobs it returns; start it with {_SERVE}, or set "
-                "vllm_importance_sampling_correction=False."
-            )
-        return self._read(status, text)["vllm_config"]
+        info: dict[str, Any] = self._get(f"{self.base_url}/server_info?config_format=json")
+        return info["vllm_config"]
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter into the server from a folder, use it, and unload the last one."""
         body = {"lora_name": name, "lora_path": folder}
-        status, text = _ask(f"{self.base_url}/v1/load_lora_adapter", body)
-        if status == HTTPStatus.NOT_FOUND and name not in text:  # no such address
-            raise self._refused(f"loads no adapters while it runs; start it with {_SERVE}.")
-        if status != HTTPStatus.OK:
-            raise self._refused(f"did not load the adapter in {folder}: {_said(text)}")
+        self._answer(f"{self.base_url}/v1/load_lora_adapter", body)
         last, self._adapter, self.model = self._adapter, name, name
         if last is not None:
             _ask(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
 
     # TRL's client uses `requests`, which may not be installed.
 
-    def _get(self, url: str, **_: Any) -> dict[str, Any]:
-        return self._read(*_ask(url))
+    def _get(self, url: str, **_: Any) -> Any:
+        return json.loads(self._answer(url))
 
-    def _post(self, url: str, **request: Any) -> dict[str, Any]:
-        return self._read(*_ask(url, request.get("json")))
+    def _post(self, url: str, **request: Any) -> Any:
+        return json.loads(self._answer(url, request.get("json")))
 
-    def _read(self, status: int, text: str) -> dict[str, Any]:
+    def _answer(self, url: str, body: Any = None) -> str:
+        status, text = _ask(url, body)
         if status != HTTPStatus.OK:
-            raise self._refused(f"answered {status}: {_said(text)}")
-        answer: dict[str, Any] = json.loads(text)
-        return answer
-
-    def _refused(self, what: str) -> ConfigError:
-        return ConfigError(f"The vLLM server at {self.base_url} {what}")
+            raise ConfigError(
+                f"The vLLM server answered {status} at {url} ({text:.300}): it is to be started "
+                f"with {_SERVE}."
+            )
+        return text
 
 
 def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
@@ -301,11 +290,3 @@ def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int,
         return error.code, error.read().decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
         raise ConfigError(f"No vLLM server answers at {url}: {first_line(error)}.") from error
-
-
-def _said(text: str) -> str:
-    try:
-        said = json.loads(text)
-        return str(said.get("error", said).get("message", text))
-    except (ValueError, AttributeError):
-        return text

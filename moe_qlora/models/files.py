@@ -1,7 +1,6 @@
 """Reading of JSON files that may be damaged or hostile, and errors that name the file.
 
 Length, depth and digits are bounded, so that no later code, ours or transformers', trips over them.
-Importing this module imports neither torch nor transformers: a misspelt path is answered at once.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 
 YAML = (".yml", ".yaml")
 MAX_CONFIG = 16 << 20  # bytes of a configuration
@@ -24,10 +21,6 @@ MAX_JSON = 512 << 20  # bytes of an index; that of a million tensors has a quart
 _DEPTH = 64  # configurations have fewer than ten levels
 _DIGITS = 20  # of an integer
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # maybe: half of a pair is one too
-_DAMAGE = (
-    *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RuntimeError, MemoryError),
-)
 
 
 @contextmanager
@@ -35,11 +28,11 @@ def reading(file: Path) -> Iterator[None]:
     """Turn whatever goes wrong with a file into a CheckpointError that names it."""
     try:
         yield
-    except CheckpointError:
+    except MoeQloraError:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing: copy the whole folder.") from error
-    except _DAMAGE as error:
+    except Exception as error:
         reason = str(error) or type(error).__name__
         raise CheckpointError(f"{file} cannot be read: {reason}.") from error
 
@@ -114,10 +107,9 @@ def place_of(model: str) -> Path | None:
         return path
     if path.is_file():
         raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
-    if readable or model.startswith((".", "/", "~")) or model[-1] == "/":
+    hub_id = not model.startswith((".", "/", "~")) and model.count("/") < 2 and model[-1] != "/"
+    if readable or not hub_id:
         raise CheckpointError(f"{model} does not exist.")
-    if model.count("/") > 1:
-        raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
     return None
 
 
@@ -144,6 +136,5 @@ def check_no_codes_of_single_experts(files: Iterable[str | Path], names: Iterabl
             if key and not any(name.endswith(end) for name in names):
                 raise UnsupportedWeightError(
                     f"{file.parent} has experts that bitsandbytes packed one by one ({key}), as "
-                    "transformers v4 saves them, and transformers v5 has them in one tensor: "
-                    "name the 16-bit checkpoint."
+                    "transformers v4 saves them: name the 16-bit checkpoint."
                 )

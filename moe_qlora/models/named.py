@@ -1,9 +1,8 @@
 """Build a named model on the meta device, from its configuration alone.
 
-A name is, in this order: a folder with config.json; a .json file; a .yml or .yaml file of an
-axolotl-style trainer, of which `base_model` alone is read; a model type of transformers
-("qwen3_moe"), in its default configuration; a checkpoint of model_registry/ ("qwen3-30b-a3b"); a
-hub id that is cached or can be reached.
+A name is, in this order: a folder with config.json; a .json file; a .yaml file of axolotl's, of
+which `base_model` alone is read; a model type of transformers ("qwen3_moe"), in its default
+configuration; a checkpoint of model_registry/ ("qwen3-30b-a3b"); a hub id.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -60,15 +59,10 @@ def resolve(
         return _from_name(model, trust_remote_code)
     if path.suffix.lower() in YAML and path.is_file():
         return _from_yaml(model, path, trust_remote_code)
-    if path.is_dir():
-        check_no_adapter(path)
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{model} is a folder without config.json; name a checkpoint.")
+    check_no_adapter(path)
     file = path / "config.json" if path.is_dir() else path
     if "model_type" not in read_json(file):
-        raise CheckpointError(
-            f"{model}: {file.name} names no model_type, so it is no transformers configuration."
-        )
+        raise CheckpointError(f"{model}: {file.name} names no model_type of transformers.")
     source = _read(model, str(path), trust_remote_code)
     return replace(source, folder=path) if path.is_dir() else source
 
@@ -76,12 +70,9 @@ def resolve(
 def check_no_adapter(folder: Path) -> None:
     """Raise a `CheckpointError` for a folder that holds an adapter of PEFT's and no model."""
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
-        base = None
-        with suppress(CheckpointError):
-            base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(
-            f"{folder} holds an adapter and no model: name its base{f' ({base})' if base else ''}; "
-            "moe-qlora merge checks and merges the two."
+            f"{folder} holds an adapter and no model: name its base; moe-qlora merge checks and "
+            "merges the two."
         )
 
 
@@ -93,6 +84,7 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     config = source.config
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
+    how: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     model = None
     with torch.device("meta"), quiet():
         try:
@@ -101,17 +93,14 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
             for name in (f"AutoModel{task}" for task in _TASKS) if model is None else ():
                 auto = getattr(transformers, name, None)  # some are newer than others
                 if auto is not None and (type(config) in auto._model_mapping or name in remote):
-                    model = auto.from_config(
-                        config, dtype=dtype, trust_remote_code=trust_remote_code
-                    )
+                    model = auto.from_config(config, **how)
                     break
         except MoeQloraError:
             raise
         except Exception as error:
-            raise CheckpointError(
-                f"{source.label}: transformers cannot build a model of type {config.model_type!r} "
-                f"from this configuration ({type(error).__name__}: {_first_lines(error)})."
-            ) from error
+            why = f"from this configuration ({type(error).__name__}: {_first_lines(error)})"
+            what = f"transformers cannot build a model of type {config.model_type!r}"
+            raise CheckpointError(f"{source.label}: {what} {why}.") from error
     if model is None:
         version, kind = transformers.__version__, config.model_type
         raise CheckpointError(f"transformers {version} has no model class for the type {kind!r}.")
@@ -123,12 +112,11 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
 
 def text_model(source: Source) -> Source | None:
     """Return the text model of a multimodal checkpoint, which `AutoModelForCausalLM` loads."""
-    config = source.config
+    config, text = source.config, source.config.get_text_config()
     known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) not in known:
+    if type(config) not in known or text is config:
         return None
-    text = config.get_text_config()
-    if text is config or known[type(config)].config_class is not type(text):
+    if known[type(config)].config_class is not type(text):
         return None
     text.dtype = text.dtype or config.dtype
     return replace(source, config=text)
@@ -181,10 +169,10 @@ def _with_own_settings(label: str, config: PretrainedConfig, *notes: str) -> Sou
     own = own if isinstance(own, Mapping) else own.to_dict()
     method = own.get("quant_method") or "bitsandbytes"
     method = str(getattr(method, "value", method))  # an enumeration in a live configuration
-    if method != "bitsandbytes":
-        notes += (f"The checkpoint is quantized with {method}; sizes are for plain weights.",)
-        return Source(label, config, notes=notes)
-    return Source(label, config, CodecSettings.from_config(own), notes)
+    if method == "bitsandbytes":
+        return Source(label, config, CodecSettings.from_config(own), notes)
+    notes += (f"The checkpoint is quantized with {method}; sizes are for plain weights.",)
+    return Source(label, config, notes=notes)
 
 
 def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
@@ -193,12 +181,10 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     except Exception as error:  # a date with a 13th month is a ValueError
         raise CheckpointError(f"{label} is no readable YAML ({_first_lines(error)}).") from error
     base = content.get("base_model") if isinstance(content, Mapping) else None
-    if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{label} names no base_model; expected `base_model: FOLDER or ID`.")
+    if not isinstance(base, str) or not base or Path(base).suffix.lower() in YAML:
+        raise CheckpointError(f"{label}: its base_model is {base!r:.80}; name a folder or hub id.")
     neighbour = path.parent / base
     name = str(neighbour) if not Path(base).exists() and neighbour.exists() else base
-    if Path(name).suffix.lower() in YAML:
-        raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     return replace(resolve(name, trust_remote_code=trust_remote_code), label=label)
 
 
@@ -208,9 +194,8 @@ def _from_name(name: str, trust_remote_code: bool) -> Source:
         return _of_model_type(name)
     if (known := registry.checkpoint_named(name)) is not None:
         fields = {"dtype": torch.bfloat16, **copy.deepcopy(known.config)}
-        return _with_own_settings(
-            known.name, transformers.CONFIG_MAPPING[known.model_type](**fields)
-        )
+        config = transformers.CONFIG_MAPPING[known.model_type](**fields)
+        return _with_own_settings(known.name, config)
     if "/" not in name and (near := _near(name)):
         raise CheckpointError(f"{name} is no local path, model type or known checkpoint{near}.")
     return _read(name, name, trust_remote_code)
@@ -227,32 +212,27 @@ def _near(name: str) -> str:
 
 def _of_model_type(model_type: str) -> Source:
     fields: Mapping[str, Any] = {}
-    sizes = ": sizes are those of its default configuration in transformers"
+    sizes = "its default configuration in transformers"
     if model_type in registry.model_types():
         entry = registry.load(model_type)
-        fields = entry.published_config
-        if not entry.published:
-            fields = entry.tiny_config
-            sizes = " whose default configuration builds no model: sizes are those of a tiny one"
-    known = [each.name for each in registry.checkpoints() if each.model_type == model_type]
-    own = f"; {known[0]} has its own" if known else ""
-    note = f"{model_type} is a model type{sizes}, in bfloat16, and of no checkpoint{own}."
+        fields = entry.published_config if entry.published else entry.tiny_config
+        sizes = sizes if entry.published else "a tiny configuration: its default builds no model"
+    note = f"{model_type} is a model type, in bfloat16: sizes are those of {sizes}."
     return Source(model_type, transformers.CONFIG_MAPPING[model_type](**fields), notes=(note,))
 
 
 def _model_class(config: PretrainedConfig) -> Any:
     """Return the class that the configuration names, else the registry's; None without either."""
-    names = list(config.architectures or ())
+    names, home = list(config.architectures or ()), type(config).__module__
     if config.model_type in registry.model_types():
         names.append(registry.load(config.model_type).class_name)
-    home = type(config).__module__
     if not home.startswith("transformers.models."):
         return None
-    modeling = home.replace(".configuration_", ".modeling_")
     for name in names:
         candidate = getattr(transformers, name, None)
-        if candidate is None and modeling != home:
-            candidate = getattr(import_module(modeling), name, None)
+        if candidate is None and ".configuration_" in home:
+            modeling = import_module(home.replace(".configuration_", ".modeling_"))
+            candidate = getattr(modeling, name, None)
         if isinstance(config, getattr(candidate, "config_class", None) or ()):
             return candidate
     return None
@@ -260,23 +240,14 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 def _explain(label: str, error: Exception) -> str:
     """Return the sentence for a configuration that transformers did not read."""
-    text = str(error)
-    if "trust_remote_code" in text or "custom code" in text:
+    if "trust_remote_code" in str(error) or "custom code" in str(error):
         return f"{label} brings its own model code; read it, then pass --trust-remote-code."
-    if "does not recognize this architecture" in text:
-        return (
-            f"{label}: transformers {transformers.__version__} does not know its model_type, and "
-            "the checkpoint brings no code of its own."
-        )
     if not isinstance(error, OSError):
-        return f"{label}: its configuration cannot be read ({_first_lines(error)})"
-    why = f"the hub did not give its configuration ({_first_lines(error)})."
+        return f"{label}: its configuration cannot be read ({_first_lines(error)})."
+    why = f"the hub did not give its configuration ({_first_lines(error)})"
     if huggingface_hub.is_offline_mode():
-        why = (
-            "its configuration is neither cached nor to be had from the hub: this process is "
-            "offline (HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set)."
-        )
-    return f"{label} is no local path, model type or known checkpoint{_near(label)}, and {why}"
+        why = "this process is offline (HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set)"
+    return f"{label} is no local path, model type or known checkpoint{_near(label)}, and {why}."
 
 
 def _first_lines(error: Exception) -> str:

@@ -39,7 +39,6 @@ KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms an
 """Kinds of weights, in the order of tables. Linear layers are the packed ones."""
 
 _LOG, _ADAPTER, _MODEL = "trainer_state.json", "adapter_config.json", "config.json"
-_PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"  # without a template
 _LONGEST = 2048  # tokens of a text; the rest is left out
 
 
@@ -172,10 +171,7 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
     if isinstance(source, PretrainedConfig):
         return _Subject(source.name_or_path or source.model_type, source)
     if not isinstance(source, (str, Path)):
-        raise ConfigError(
-            f"source is a {type(source).__name__}; give a model, a transformers configuration, a "
-            "folder, or what moe-qlora dump takes."
-        )
+        raise ConfigError(f"source is a {type(source).__name__}; give a model or its name.")
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return _Subject(folder.name or str(source), str(source))
@@ -191,10 +187,8 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
         beside = adapter / str(model)
         model = beside if model and not Path(model).is_dir() and beside.is_dir() else model
     if model is None and log is None:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint, adapter or Trainer's run: it has no {_MODEL}, "
-            f"{_ADAPTER} or {_LOG}; name a folder that has one."
-        )
+        has = f"it has no {_MODEL}, {_ADAPTER} or {_LOG}"
+        raise CheckpointError(f"{folder} holds no checkpoint, adapter or Trainer's run: {has}.")
     place = Path(model) if model and Path(model).is_dir() else None
     return _Subject(folder.resolve().name, model and str(model), place, adapter, log and log / _LOG)
 
@@ -241,16 +235,8 @@ def _bytes(subject: _Subject, quantization: Any, remote: bool) -> _Section:
     for kind, (weights, before, after) in kinds.items():
         rows.append((kind, f"{weights:,}", human_bytes(before), human_bytes(after)))
 
-    def draw(axes: Any) -> None:
-        loaded, after = ([row[i] / 1e9 for row in kinds.values()] for i in (1, 2))
-        axes.barh([*kinds], loaded, color="#bbb", label="as loaded")
-        axes.barh([*kinds], after, height=0.5, label="packed")
-        axes.invert_yaxis()
-        axes.set(xlabel="GB")
-        axes.legend()
-
     said = f"Packed as {packed}." if packed else "Nothing is packed."
-    return (said, *source.notes), rows, _picture("bytes by part", draw)
+    return (said, *source.notes), rows, ()
 
 
 def _error(subject: _Subject, against: str | Path | None, remote: bool) -> _Section:
@@ -316,30 +302,27 @@ def _routing(
 ) -> _Section:
     if text is None or (subject.live is None and subject.weights is None):
         raise ConfigError("It needs weights, and a sample of your text as text (--text).")
-    own = subject.adapter is not None and any(subject.adapter.glob("tokenizer*"))
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(
-        str(subject.adapter if own else subject.weights),
-        trust_remote_code=remote,
-        local_files_only=True,
-    )
+    if tokenizer is None:
+        own = subject.adapter is not None and any(subject.adapter.glob("tokenizer*"))
+        place = str(subject.adapter if own else subject.weights)
+        how: dict[str, Any] = {"trust_remote_code": remote, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(place, **how)
     model: Any = subject.live
     if model is None:
-        device = "auto" if torch.cuda.is_available() else None
-        options: dict[str, Any] = {"trust_remote_code": remote, "device_map": device}
+        options: dict[str, Any] = {"trust_remote_code": remote, "dtype": "auto"}
+        options["device_map"] = "auto" if torch.cuda.is_available() else None
         if quantization is not None and subject.weights and not is_packed(subject.weights):
             options["quantization_config"] = meta_model.bnb_config(quantization)
         with named.quiet(), enabled():
-            model = AutoModelForCausalLM.from_pretrained(subject.weights, dtype="auto", **options)
+            model = AutoModelForCausalLM.from_pretrained(subject.weights, **options)
         if subject.adapter is not None:
             model = load_adapter(model, str(subject.adapter))
     training = [module for module in model.modules() if module.training]
     used = rows = 0
     with torch.no_grad(), expert_counts(model.eval()) as counts:
         for sample in _texts(text):
-            shown = sample
-            if not isinstance(sample, str):
-                given = None if getattr(tokenizer, "chat_template", None) else _PLAIN
-                shown = tokenizer.apply_chat_template(sample, chat_template=given, tokenize=False)
+            chat = not isinstance(sample, str)
+            shown = tokenizer.apply_chat_template(sample, tokenize=False) if chat else sample
             ids = tokenizer(shown)["input_ids"][: min(_LONGEST, most - used)]
             if ids:
                 device = next(model.parameters()).device
@@ -381,30 +364,28 @@ def _texts(text: str | Path | Iterable[str]) -> Iterator[Any]:
                 whole = row["prompt"] + row["completion"]
             yield whole
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        keys = "each row of JSONL has text, messages, or prompt and completion"
         raise CheckpointError(
-            f"{file} is no sample of texts ({first_line(error)}): each row of JSONL has text, "
-            "messages, or prompt and completion."
+            f"{file} is no sample of texts ({first_line(error)}): {keys}."
         ) from error
 
 
 def _training(log: Path | None) -> _Section:
     if log is None:
         raise ConfigError("It needs the folder of a Trainer's run, with its log.")
-    steps = [
-        entry for entry in read_json(log, MAX_JSON).get("log_history") or () if "step" in entry
-    ]
-    rows, pictures = [("logged", "first", "last")], list[_Picture]()
-    for label, ending in (("loss", "loss"), ("speed", "_per_second")):
-        curves: dict[str, dict[int, float]] = {}
-        for entry in steps:
-            for name, value in entry.items():
-                number = isinstance(value, (int, float)) and math.isfinite(value)
-                if number and name.endswith(ending) and name != "train_loss":
-                    curves.setdefault(name, {})[entry["step"]] = value
-        if label == "loss" and not curves:
-            raise ConfigError(f"{log} has no loss: set logging_steps.")
-        for name, curve in curves.items():
-            first, *_, last = [*curve.values()] * 2
-            rows.append((name, f"{first:.5g}", f"{last:.5g}"))
-        pictures += _curves(f"{label} by step", curves, xlabel="step", ylabel=label)
-    return (), rows, pictures
+    curves: dict[str, dict[int, float]] = {}
+    for entry in read_json(log, MAX_JSON).get("log_history") or ():
+        for name, value in entry.items() if "step" in entry else ():
+            number = isinstance(value, (int, float)) and math.isfinite(value)
+            if number and name.endswith(("loss", "_per_second")) and name != "train_loss":
+                curves.setdefault(name, {})[entry["step"]] = value
+    losses = {name: curve for name, curve in curves.items() if name.endswith("loss")}
+    if not losses:
+        raise ConfigError(f"{log} has no loss: set logging_steps.")
+    rows = [("logged", "first", "last")]
+    for name, curve in curves.items():
+        first, *_, last = [*curve.values()] * 2
+        rows.append((name, f"{first:.5g}", f"{last:.5g}"))
+    speeds = {name: curve for name, curve in curves.items() if name not in losses}
+    pictures = _curves("loss by step", losses, xlabel="step", ylabel="loss")
+    return (), rows, pictures + _curves("speed by step", speeds, xlabel="step", ylabel="speed")

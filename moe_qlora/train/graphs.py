@@ -73,7 +73,7 @@ class LayerGraphs:
         self.waits: set[Any] | None = None  # Referenced by calls of a pass until their backward
         self._waits: Callable[[], Any] = lambda: None
         self._pass: str | None = None  # None: the first layer will decide
-        self._last, self._ran = -1, False
+        self._last = -1
         self._warned: set[str] = set()
         layers = decoder_layers(model).values()
         self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
@@ -84,6 +84,7 @@ class LayerGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self._buffers: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
         self._outdated = False  # Whether a layer could not be replayed as it was recorded
+        self._ran = False
 
     @property
     def _calls(self) -> list[LayerCalls]:
@@ -107,7 +108,6 @@ class LayerGraphs:
         for each in self._calls:
             each.known.clear()
         self._start()
-        self._ran = False
 
     def buffer(self, role: Hashable, like: Tensor) -> Tensor:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
@@ -198,11 +198,11 @@ class LayerGraphs:
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
             raise ObstacleError(self._give_up(leaves[0].device, self.pool, error)) from None
 
-    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
+    def record_backward(self, call: RecordedCall) -> None:
         """Record a call's backward, unless it was forgotten meanwhile; likewise."""
         if self._calls and call.count == self.count and call.pool == self.pool:
             try:
-                record()
+                call.record_backward()
             except Exception as error:  # noqa: BLE001 - capture may fail with anything
                 self._warn(self._give_up(call.x.device, call.pool, error))
 
@@ -398,7 +398,7 @@ class RecordedCall:
             weights = [*self.weights.values()]
             self.grad_x, self.weight_grads = _grad(edges, self.x, weights, self.grads)
 
-    def _record_backward(self) -> None:
+    def record_backward(self) -> None:
         edges, self.edges = self.edges, []
         device = self.x.device
         with torch.cuda.device(device), self.exchanged(), workspace.recorded(device):
@@ -435,7 +435,7 @@ class RecordedCall:
         try:
             reserved = self.reserve()
             if reserved is not None and not self.has_backward:
-                self.graphs.record_backward(self, self._record_backward)
+                self.graphs.record_backward(self)
             if reserved is None or not self.has_backward:
                 return self._again(leaves, grads)
             for buffer, grad in zip(self.grads, grads, strict=True):

@@ -6,7 +6,6 @@ A server of this process stands for vLLM's.
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -110,6 +109,8 @@ def test_each_step_samples_from_the_adapter_as_it_is(kind, server, make, model_f
         with adapters_to_vllm(base=model_folder, folder=shared):
             trainer = make(url, kind=kind, max_steps=3, beta=0.1)
         assert list(shared.iterdir())  # made with the trainer
+        modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
+        assert all(module.VLLMGeneration is VLLMGeneration for module in modules)
         trainer.train()
         before = server.adapters[trainer.vllm_generation.vllm_client.model]
         names = [name for name, _ in server.loaded]
@@ -147,32 +148,13 @@ def test_a_server_that_drops_the_adapter_is_seen_in_the_log(server, make, model_
     assert min(later) > 1e-3
 
 
-def test_trl_is_as_it_was_after_the_block(model_folder):
-    modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
-    with suppress(ZeroDivisionError), adapters_to_vllm(base=model_folder):
-        assert all(module.VLLMGeneration is not VLLMGeneration for module in modules)
-        raise ZeroDivisionError
-    assert all(module.VLLMGeneration is VLLMGeneration for module in modules)
-
-
 @pytest.mark.parametrize(
     ("path", "status", "text", "sentence"),
     [
         ("/health", 503, "", r"No vLLM server answers at .* after 0 s \(vllm_server_timeout\)"),
-        ("/server_info", 404, "", "does not say which logprobs it returns; start it with VLLM_AL"),
-        (
-            "/v1/load_lora_adapter",
-            404,
-            '{"detail": "Not Found"}',
-            "loads no adapters while it runs; start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-        ),
-        (
-            "/v1/load_lora_adapter",
-            400,
-            '{"error": {"message": "LoRA rank 4 is greater than max_lora_rank 1."}}',
-            "did not load the adapter in .*: LoRA rank 4 is greater than max_lora_rank 1.",
-        ),
-        ("/v1/completions", 500, "broken", "answered 500: broken"),
+        ("/server_info", 404, "", r"answered 404 at .*/server_info.* started with VLLM_ALLOW_RUN"),
+        ("/v1/load_lora_adapter", 404, "Not Found", r"answered 404 at .*adapter \(Not Found\)"),
+        ("/v1/completions", 500, "broken", r"answered 500 at .*completions \(broken\)"),
     ],
 )
 def test_what_a_server_refuses(path, status, text, sentence, server, make, model_folder):

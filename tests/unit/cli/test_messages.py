@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import moe_qlora
 from moe_qlora.cli import app, render
 from moe_qlora.testing import tiny_model
 
@@ -34,21 +33,6 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
         "warning: slow",
     ]
     assert not [h for h in logging.getLogger().handlers if type(h).__module__ == render.__name__]
-
-
-def test_linear_layers_that_stay_in_16_bit_are_no_warning(tmp_path, monkeypatch):
-    """transformers warns of a model "using eetq" where it has no Linear layer to replace."""
-    from transformers import BitsAndBytesConfig, integrations
-
-    said: list[str] = []
-    monkeypatch.setattr(integrations.bitsandbytes.logger, "warning", said.append)
-    model = tiny_model("qwen3_moe")
-    model.config.save_pretrained(tmp_path)
-    names = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
-    for skipped, packed in ((names, 0), (names[1:], 1)):
-        quantization = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skipped)
-        plan = moe_qlora.plan(tmp_path, quantization_config=quantization)
-        assert plan is not None and not said, packed
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is full")
@@ -82,7 +66,6 @@ def test_what_nobody_reads_is_no_problem_that_was_found(monkeypatch, arguments):
     ("closed", "arguments", "code"),
     [
         (">&-", ["--version"], 0),
-        ("2>&-", ["--version"], 0),
         ("2>&-", ["plan"], 2),
         (">&- 2>&-", ["plan", "--help"], 0),
     ],
@@ -94,7 +77,7 @@ def test_streams_that_are_closed(closed, arguments, code):
     assert ("moe-qlora" in done.stdout) == (closed == "2>&-" and code == 0)
 
 
-def test_an_interrupted_command_says_what_stays(cli, tmp_path, monkeypatch):
+def test_an_interrupted_command_leaves_nothing(cli, tmp_path, monkeypatch):
     from moe_qlora.checkpoint.folder import ShardWriter
 
     tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
@@ -110,8 +93,7 @@ def test_an_interrupted_command_says_what_stays(cli, tmp_path, monkeypatch):
     source, out = tmp_path / "model", tmp_path / "out"
     code, said, err = cli("quantize", source, out)
     assert (code, said) == (130, "")
-    message = f"{out} was not written and no part of it stays; {source} is as it was."
-    assert err == f"interrupted: {message}\n"
+    assert err == "interrupted: nothing is left half written.\n"
     assert sorted(tmp_path.rglob("*")) == before
 
 

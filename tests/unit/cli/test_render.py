@@ -18,13 +18,13 @@ def drawn(width: int, encoding: str = "utf-8") -> list[str]:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     out = Console(file=stream, width=width, highlight=False)
-    rows = [(NAME, "24", "128x1536x2048", WORDS), None, ("short", "1,024", "[bold]4x4[/]", "no")]
+    rows = [(NAME, "24", "128x1536x2048", WORDS), None, ("short", "1,024", "4x4", "no")]
     render.show_table(out, "The title", ("name", ">count", "shape", "why"), rows)
     stream.flush()
     return raw.getvalue().decode(encoding).splitlines()
 
 
-@pytest.mark.parametrize("width", [45, 80, 200])
+@pytest.mark.parametrize("width", [60, 80, 200])
 def test_a_table_fits_and_nothing_is_cut_off(width):
     lines = drawn(width)
     assert lines[0] == "The title" and max(map(len, lines)) <= width
@@ -39,14 +39,6 @@ def test_a_table_fits_and_nothing_is_cut_off(width):
     assert len(first) == 1 if width == 200 else len(first) > 1
 
 
-def test_names_are_wrapped_after_dots_on_any_terminal():
-    for encoding in ("utf-8", "ascii"):
-        lines = drawn(60, encoding)
-        name = [line[:19].strip(" |") for line in lines[3:8]]
-        assert name == ["model.", "language_model.", "layers.*.mlp.", "experts.", "gate_up_proj"]
-        assert max(map(len, lines)) <= 60 and "..." not in " ".join(lines)
-
-
 @pytest.mark.parametrize("columns", ["60", "200", None])
 def test_columns_are_honoured_in_pipes(monkeypatch, columns):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
@@ -55,19 +47,3 @@ def test_columns_are_honoured_in_pipes(monkeypatch, columns):
     else:
         monkeypatch.setenv("COLUMNS", columns)
     assert render.console("auto").width == int(columns or 160)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_spinner_on_terminals_only(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    with pytest.raises(KeyboardInterrupt), render.working("Reading [it]"):
-        raise KeyboardInterrupt
-    assert "Reading [it]" in stream.getvalue()
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with render.working("Reading"):
-        pass
-    assert sys.stderr.getvalue() == ""

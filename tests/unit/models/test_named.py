@@ -13,20 +13,11 @@ from moe_qlora.models import named
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_config
 
-SETTINGS = {
-    "nf4": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_compute_dtype": "float16",
-    },
-    "int8": {"load_in_8bit": True},
-}
 
-
-@pytest.mark.parametrize("kind", SETTINGS)
-def test_a_live_configuration_says_how_it_is_packed(kind):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_live_configuration_says_how_it_is_packed(bits):
     """Loaded models hold the object that they were loaded with, files its dict."""
-    asked = BitsAndBytesConfig(**SETTINGS[kind])
+    asked = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype="float16")
     of_file = tiny_config("qwen3_moe", quantization_config=asked.to_dict(), dtype=torch.bfloat16)
     of_model = tiny_config("qwen3_moe", dtype=torch.bfloat16)
     of_model.quantization_config = asked
@@ -36,8 +27,8 @@ def test_a_live_configuration_says_how_it_is_packed(kind):
         assert not source.notes
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe", "llama4"])
-@pytest.mark.parametrize("part", [5, 0, True, "x", [1], []])
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+@pytest.mark.parametrize("part", [0, "x", []])
 def test_a_part_that_is_no_configuration_is_named(tmp_path, family, part):
     content = {"model_type": family, "text_config": part}
     (tmp_path / "config.json").write_text(json.dumps(content))
