@@ -26,6 +26,26 @@ def test_shorter_sequences_take_the_bytes_of_a_long_one(seq, checkpointing, monk
     assert short == pytest.approx(peak(), rel=0.01)
 
 
+def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
+    """Of each layout and type; what is a view of its input stays one, and is not counted."""
+    monkeypatch.setattr(tracker, "_made", {})
+    x = torch.empty(4, 6, 8, device="meta")
+    inputs = [x, torch.empty(4, 8, 6, device="meta").transpose(1, 2), x[:, :3], x.bfloat16()]
+    functions = [lambda t: t * 2, lambda t: t + x.sum(), torch.empty_like, lambda t: t.sum(1)]
+    functions += [lambda t: t.view(t.dtype), lambda t: torch.ops.aten._unsafe_view(t, t.shape)]
+
+    def kinds():
+        made = [(t.untyped_storage(), function(t)) for t in inputs for function in functions]
+        views = [own._cdata == out.untyped_storage()._cdata for own, out in made]
+        return views, [(out.shape, out.stride(), out.dtype) for _, out in made]
+
+    plain = kinds()
+    for _ in range(2):
+        with tracker.MemoryTracker(inputs):
+            assert kinds() == plain
+    assert len(tracker._made) > 3 * len(inputs)
+
+
 def test_tensors_in_nested_containers_are_found_in_order():
     a, b, c, d, e = torch.ones(5).unbind()
     pair = namedtuple("pair", "first second")
