@@ -3,10 +3,10 @@
 Safetensors files are mapped, not read: a tensor costs memory when it is used. Whatever is wrong
 with a file raises a `CheckpointError` that names the file and, where there is one, the key.
 
-What is written appears whole or not at all: in a staging folder, next to the target or, if that is
-a folder, inside it, whose files are renamed when all are on the disk. One process at a time writes
-to a target: it locks a file there (`flock`), which the system frees when a process is killed; the
-next save removes what it has left.
+A folder appears whole or not at all: it is written to a staging folder, next to the target or, if
+that is a folder, inside it, whose files are renamed when all are on the disk. One process at a time
+writes to a target: it locks a file there (`flock`), which the system frees when a process is
+killed; the next save removes what it has left.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_plain(name: str, dtype: torch.dtype) -> None:
 
 
 class Checkpoint(dict[str, TensorInfo]):
-    """The tensors of a folder's safetensors files, read-only: what is known of each, by its key.
+    """The tensors of a folder's safetensors files, read-only: dtype, shape and place, by key.
 
     Use as a context manager, or `close` it; tensors that were read stay valid.
     """
@@ -95,7 +95,7 @@ class Checkpoint(dict[str, TensorInfo]):
         self._open: dict[Path, tuple[Any, int]] = {}
 
     def info(self, key: str) -> TensorInfo:
-        """Return what is known of a tensor without reading it."""
+        """Return a tensor's dtype, shape and place in its file."""
         if key not in self:
             raise CheckpointError(f"{self.files[0].parent} has no tensor {key}.")
         return self[key]
@@ -206,7 +206,7 @@ def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return what a safetensors file holds, by key in the order of the header."""
+    """Return the tensors of a safetensors file, by key in the order of the header."""
     infos: dict[str, TensorInfo] = {}
     with reading(file):
         size, header = size_of(file), {}
@@ -402,7 +402,7 @@ class ShardWriter:
         room: int | None = None,
     ) -> None:
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self._left: dict[str, tuple[int, int]] = {}  # what is to be written: from, to
+        self._left: dict[str, tuple[int, int]] = {}  # bytes to be written: from, to
         self._end = 0
         for key, (dtype, shape) in tensors.items():
             self._add(key, self._entry(key, dtype, shape))

@@ -144,7 +144,7 @@ _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE"
 
 
 class MakerConfig:
-    """A `quantization_config` of a method that is read; what is not read is refused by name."""
+    """A `quantization_config` of a supported method; unsupported settings are refused by name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.method = method = method_of(config) or "bitsandbytes"

@@ -86,7 +86,7 @@ def packing_spec(
 def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> PackingPlan:
-    """Return what a packed folder holds packed, for the model on meta as it was built."""
+    """Return the plan of a packed folder's weights, for the model on meta as it was built."""
     settings, layout, dtypes = _examine(model, config, dtype)
     by_name = {name: param for param in layout.experts for name in param.names}
     params: dict[str, ExpertParam] = {}
@@ -254,7 +254,7 @@ def slot_for(
 def filled(
     files: Checkpoint, layout: DiskLayout, groups: Iterable[Group], slots: Mapping[str, Slot]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what the slots of these groups' parameters make, each as soon as it is read."""
+    """Yield each parameter's result of its slot, as soon as it is read."""
 
     def slices() -> Iterator[tuple[Group, list[Slot], int, int | None, bool]]:
         for group in groups:

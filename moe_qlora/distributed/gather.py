@@ -1,4 +1,4 @@
-"""What ranks exchange: a model's state dict as in a single process, and what they were given.
+"""Exchange between ranks: a model's state dict as in a single process, and their arguments.
 
 A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. Each gathered tensor is
 freed before the next one: no rank has more than one whole tensor. Ranks exchange tensors by shape

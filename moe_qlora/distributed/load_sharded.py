@@ -63,7 +63,7 @@ def load_sharded(
         lora_config: Adapters to put on the model, a `LoraConfig`; None leaves it without.
         wrap: The modules that FSDP2 gathers and frees by themselves: names of classes, or what
             tells of a module. By default the decoder layers (`_no_split_modules`).
-        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
+        dtype: Of plain and of decoded weights; None is the checkpoint's own.
         fsdp_options: For `fully_shard`: reshard_after_forward, mp_policy, offload_policy.
         adapter_options: For `get_peft_model`.
         attn_implementation: As for `from_pretrained`.
@@ -232,7 +232,7 @@ class RankLoad:
         self.shards = getattr(config, "dp_size", getattr(config, "fsdp_size", None) or 1) > 1
 
     def begin(self, facts: Facts) -> None:
-        """Compare what the ranks were given; refuse a config that asks for more than FSDP2."""
+        """Compare the ranks' arguments; refuse a config that asks for more than FSDP2."""
         check_agreement("from_pretrained", facts)
         for field in ("tp_size", "pp_size", "ep_size"):
             if (size := getattr(self.config, field, None) or 1) > 1:

@@ -10,7 +10,7 @@ fill.py           the weights that are hidden from transformers, and the loop th
 model.py          the attributes and methods that make a model look to hosts as if bitsandbytes
                   had loaded it
 
-What is changed of transformers and of a model, and when that is undone:
+Changes of transformers and of a model, and when each is undone:
 
 AUTO_QUANTIZER_MAPPING (two classes),               switch.py  when no block is open and `disable`
     AutoHfQuantizer.merge_quantization_configs                 was called: exactly what was there

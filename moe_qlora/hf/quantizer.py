@@ -50,7 +50,7 @@ class _Packing:
     quantization_config: Any
     _asked: Callable[[], Any]
     _spec: PackingPlan | None = None
-    _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
+    _opened: Checkpoint | None = None  # None for given tensors and files other than safetensors
     _fill: Fill | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -88,7 +88,7 @@ class _Packing:
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Note what the stock quantizer makes of it; without one, ranks go to their own devices."""
+        """Keep the stock quantizer's device map; without one, ranks go to their own devices."""
         if device_map is None and (own := world().own_device()) is not None:
             device_map = {"": own}
         self._device_map = super().update_device_map(device_map)  # type: ignore[misc]

@@ -111,7 +111,7 @@ def enabled(
 
 
 def asked() -> Block:
-    """Return what the open blocks ask for together."""
+    """Return the settings of all open blocks together."""
     blocks = tuple(_blocks)
     skips = dict.fromkeys(name for block in blocks for name in block.skip_modules)
     keep_codes = any(block.keep_codes for block in blocks)

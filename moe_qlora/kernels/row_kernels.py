@@ -4,9 +4,9 @@ Shapes: T tokens, k assignments a token, R = T k rows sorted by expert, E expert
 I intermediate size (of the gate's), r rank (padded, see `limits.padded`), N features.
 
 These kernels and the gate's (`gate_kernels.py`) move all of a layer's bytes besides its matrix
-products, so each fuses what it can into one pass over the rows: the low-rank product with the gate,
-the routing weights' gradient with the gate's. No atomics: every sum is computed by one program, in
-one order.
+products, so each fuses several steps into one pass over the rows: the low-rank product with the
+gate, the routing weights' gradient with the gate's. No atomics: every sum is computed by one
+program, in one order.
 
 Rows are processed in tiles of one expert's rows (`limits.tile_rows`), each tile by programs of 16
 or 32 rows. A kernel writes the table of tiles as well (`routing.py`), so that the host never has to

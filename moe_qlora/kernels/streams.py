@@ -36,7 +36,7 @@ class SecondStream:
     def overlapped(self, *read: Tensor) -> Iterator[None]:
         """Run the block's kernels after all before it, overlapping all after it, until `join`.
 
-        Allocate what they write before: memory belongs to the stream that it is allocated on.
+        Allocate their outputs before: memory belongs to the stream that it is allocated on.
 
         Args:
             read: Tensors that they read and that the caller may drop before `join`.

@@ -250,7 +250,7 @@ class LoraModel(StockLoraModel):
         """Return the base model with adapters merged; `dtype` as in `merge_adapter`.
 
         With `dtype` it is a plain model of that dtype: Linear layers without an adapter are
-        dequantized too, and other weights cast, except those that the model's class keeps in fp32.
+        dequantized too, and other weights cast, except the weights that the class keeps in fp32.
         """
         with self._merging(dtype):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))

@@ -201,7 +201,7 @@ def parametrization_list(module: nn.Module, name: str) -> nn.Module:
 
 
 def decoder_of(module: nn.Module, name: str) -> Any:
-    """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
+    """Return the module that decodes this parameter (decoders.py), if it is packed."""
     chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
     return first if isinstance(first, bnb_parametrize.Bnb4bitParametrization) else None

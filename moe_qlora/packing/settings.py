@@ -30,7 +30,7 @@ STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class CodecSettings(PackingFormat):
-    """A format, whose fields that the codec fixes override arguments; and what is not packed."""
+    """A format and its exceptions; fields fixed by the codec override arguments."""
 
     skip_modules: tuple[str, ...] = ()  # `llm_int8_skip_modules`
 

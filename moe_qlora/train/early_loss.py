@@ -33,7 +33,7 @@ def copy_losses_early(model: nn.Module) -> RemovableHandle:
 
 
 class EarlyLoss(Tensor):
-    """A loss `()` with a copy on the host. What is computed of it is a plain tensor."""
+    """A loss `()` with a copy on the host. Results of operations on it are plain tensors."""
 
     _copy: tuple[Tensor, torch.cuda.Event | None, int] | None = None  # Of this version
 

@@ -125,7 +125,7 @@ def fit_memory(
 
 
 class Fit:
-    """What the decoder layers of a model keep between forward and backward.
+    """The activations that decoder layers keep between forward and backward.
 
     Attributes:
         layers: For each decoder layer `.name`, `.activations` ("keep", "part" or "recompute") and
@@ -215,7 +215,7 @@ class Fit:
         self._set(last() if every else self._least(lambda: self._chosen(self.memory)))
 
     def _chosen(self, memory: int) -> int:
-        """Return the last place on the path that so many bytes hold."""
+        """Return the last place on the path that fits into `memory`."""
         path = self._choices.path
         computed_again = (at for at, (_, steps) in enumerate(path) if not steps)
         least = min(map(self._needed_at, computed_again))

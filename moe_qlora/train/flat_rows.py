@@ -139,7 +139,7 @@ def rounded(tokens: int) -> int:
 
 
 def table_size(segments: int) -> int:
-    """Return the size of the table that holds so many segments."""
+    """Return the size of the table for this number of segments."""
     size = _TABLE
     while size < segments:
         size *= 4

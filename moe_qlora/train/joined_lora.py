@@ -85,7 +85,7 @@ class _Shared:
 
 
 class _Member(NamedTuple):
-    """A layer's place among those that have its input, in the order of their calls."""
+    """A layer's place among the layers with the same input, in the order of their calls."""
 
     layers: tuple[Any, ...]
     place: int
@@ -121,7 +121,7 @@ def _pairs(member: _Member, x: Tensor, alone: bool) -> list[tuple[Tensor, Any]] 
 
 
 def _products(layers: tuple[Any, ...], x: Tensor) -> list[list[tuple[Tensor, Any]]] | None:
-    """Return `_pairs` of each layer, of one product; None where PEFT's forward has to run."""
+    """Return `_pairs` of each layer of one product, or None to run PEFT's forward."""
     adapters = [_active(layer) for layer in layers]
     flat = [each for found in adapters for each in found or ()]
     factors = [a.weight for a, _, _ in flat]
@@ -149,7 +149,7 @@ def _is_changed(module: Any) -> bool:
 
 
 def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
-    """Return (A, B, s) of a layer's active adapters; None where they are more than s B A x."""
+    """Return (A, B, s) of a layer's active adapters, or None if they compute more than s B A x."""
     plain = layer.training and not layer.disable_adapters and not layer.merged
     if not plain or _is_changed(layer) or _is_changed(layer.base_layer):
         return None

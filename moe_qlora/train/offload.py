@@ -235,7 +235,7 @@ class Offload:
         return slots.fetch(block, ahead)
 
     def reserve(self, block: _Layer, training: bool) -> tuple[object | None, object]:
-        """Return a layer's place on the device, None where it is gone with what keeps it there."""
+        """Return a layer's place on the device, or None once its lease has ended."""
         slot, lease = self.fetch(block, training)
         slots = self._slots
         return (ref(slot) if slots is not None and slot is slots.slot(block) else None), lease

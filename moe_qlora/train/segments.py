@@ -44,7 +44,7 @@ _CAPS = ("softcap", "logit_cap", "position_bias", "attention_bias")
 
 
 class SegmentMask(NamedTuple):
-    """What a query sees: keys of its segment before it, as many as the window, its own included."""
+    """Keys that a query attends to: those of its segment up to itself, within the window."""
 
     offsets: Tensor  # (S + 1,) int32
     # (2,) int64 on the host. No segment has more tokens than the first; segments are as many rows

@@ -28,7 +28,7 @@ from torch import Tensor
 
 
 class _AtOnce:
-    """A CPU as a stream, and as any event of it: what it is given is done."""
+    """A CPU as a stream and as its events: work is complete when it is submitted."""
 
     def record_event(self) -> _AtOnce:
         return self
@@ -50,7 +50,7 @@ class Copier:
         return torch.cuda.current_stream(self.device) if self.on_cuda else self.stream
 
     def records(self) -> bool:
-        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+        """Return True while the caller's stream is captured as a CUDA graph."""
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def empty(self, nbytes: int) -> Tensor:

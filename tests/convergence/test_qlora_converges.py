@@ -77,7 +77,6 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     scale = demo.Scale(
         hidden=64,
-        intermediate=64,
         layers=1,
         experts=8,
         batch=8,
