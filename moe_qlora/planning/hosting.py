@@ -81,7 +81,7 @@ class Hosting:
     def of(
         cls, layers: tuple[ExpertLayer, ...], most: int, pace: Pace, active: Mapping[str, int]
     ) -> Hosting:
-        """Return the same for blocks with so many active weights times tokens.
+        """Take what blocks compute by their active weights times tokens.
 
         Each is multiplied and added in the forward, its recomputation and the backward.
         """
