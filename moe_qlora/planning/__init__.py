@@ -10,8 +10,8 @@ In goes a model, a configuration or a name, with training settings and sizes of 
                    their place, two of a kind are packed and run
     meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks
                    (`tracker.py`): experts and packed Linear layers run by their own operators, and
-                   attention as a fused kernel (`meta_ops.py`)
-    attention.py   says where attention is eager and need not be, and lets other kinds run on meta
+                   attention as a fused kernel
+    attention.py   says where attention is eager and need not be, and lets all kinds run on meta
     choice.py      decides which layers keep what between forward and backward (`levels.py`)
     budget.py      adds up what blocks hold and do, and optimizer states, shares them among ranks,
                    and spreads blocks over devices (`devices.py`)

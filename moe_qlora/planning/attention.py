@@ -2,19 +2,23 @@
 
 A class of transformers that supports no sdpa gets eager attention by default, which holds the
 scores of every head; many of these support flex attention or name flash kernels, which hold none.
-Neither runs on meta, where an attention that allocates as much takes their place.
+Neither runs on meta, where an attention takes their place that allocates, and saves for backward,
+as CUDA's fused kernels do; it stands for sdpa too, whose rule on meta would count all scores.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .meta_ops import FusedAttentionCall
 
 EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
 _COUNTED = "moe_qlora_counted"
@@ -26,64 +30,28 @@ MEASURED = (
 """The gain of flex attention, and its measurement."""
 
 
-class EagerAttention(NamedTuple):
-    """Eager attention that a class computes by default, and need not."""
+def eager_attention(model: nn.Module) -> str | None:
+    """Say that a model's attention is eager and may be flex; None where it is not, or may not.
 
-    note: str  # The problem and its remedy
-    flex: bool  # Whether the class supports flex attention
-
-
-def eager_attention(model: nn.Module) -> EagerAttention | None:
-    """Return whether a model's attention is eager and need not be, by attributes of its classes.
-
-    These decide in transformers too: the model's own, and those of the language model inside it.
+    Attributes of its classes decide, in transformers too: the model's own, and those of the
+    language model inside it.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return None
     text = config.get_text_config()
-    if getattr(text, "_attn_implementation", None) != EAGER:
-        return None
     models: list[Any] = [m for m in model.modules() if getattr(m, "config", None) is text]
     inner = next((each for each in models if hasattr(each, "_supports_sdpa")), None)
-    if inner is None or inner._supports_sdpa:
+    eager = getattr(text, "_attn_implementation", None) == EAGER
+    if not eager or inner is None or inner._supports_sdpa:
         return None
-    flex = all(getattr(each, "_supports_flex_attn", False) for each in (model, inner))
-    kernels = ", ".join(getattr(inner, "_compatible_flash_implementations", None) or ())
-    if not flex and not kernels:
+    if not all(getattr(each, "_supports_flex_attn", False) for each in (model, inner)):
         return None
-    what = (
+    return (
         f"{type(inner).__name__} supports no sdpa, so that attention is computed eagerly: for each "
         "head it holds scores of the sequence's length squared. Pass "
+        f'attn_implementation="{FLEX}" to from_pretrained; {MEASURED}'
     )
-    if flex:
-        others = f" (or a flash kernel that the class names: {kernels})" if kernels else ""
-        return EagerAttention(
-            f'{what}attn_implementation="{FLEX}" to from_pretrained{others}; {MEASURED}', True
-        )
-    return EagerAttention(
-        f"{what}a flash kernel that the class names as attn_implementation to from_pretrained "
-        f"({kernels}); what that gives was not measured.",
-        False,
-    )
-
-
-def attended(config: Any, seq_len: int) -> float:
-    """Return how many tokens one attends to, on average of all places in a sequence.
-
-    That is the mean of the layers with attention, some of which have a window, or attend within
-    chunks; without `layer_types`, a configuration's window is that of all layers.
-    """
-    text = config.get_text_config()
-    window = min(getattr(text, "sliding_window", None) or seq_len, seq_len)
-    chunk = min(getattr(text, "attention_chunk_size", None) or seq_len, seq_len)
-    spans = {
-        "full_attention": seq_len / 2,
-        "sliding_attention": window - window**2 / (2 * seq_len),
-        "chunked_attention": chunk / 2,
-    }
-    types = [kind for kind in getattr(text, "layer_types", None) or () if kind in spans]
-    return sum(spans[kind] for kind in types or ["sliding_attention"]) / max(len(types), 1)
 
 
 def set_attention(model: nn.Module, name: str) -> None:
@@ -145,3 +113,62 @@ def _counted(
     if sinks is not None:  # flex attention rescales its output by them
         out = out * torch.exp(out[..., :1] - sinks.view(1, -1, 1, 1)).to(out.dtype)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    # The kernels lay their output out as (batch, length, heads, size), so that no copy follows.
+    batch, heads, length, _ = query.shape
+    size = value.shape[-1]
+    strides = (length * heads * size, size, heads * size, 1)
+    out = query.new_empty_strided((batch, heads, length, size), strides)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@cache
+def _define_operator() -> None:
+    """Define the attention of plans as an operator, so that checkpoints can keep its output."""
+    define: Any = torch.library.custom_op
+    operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
+    operator.register_fake(_planned_attention)
+
+
+class FusedAttentionCall(torch.autograd.Function):
+    """Allocates what CUDA's fused attention allocates; saves no scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.new_empty(mask.shape, dtype=query.dtype)
+        _define_operator()
+        out, sums = torch.ops.moe_qlora.planned_attention(query, key, value)
+        ctx.save_for_backward(query, key, value, mask, sums, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        query, key, value, _, sums, _ = ctx.saved_tensors
+        heads = query.shape[1]
+        delta = torch.empty_like(sums)
+        wide = query.new_empty(query.shape, dtype=torch.float32)  # sums of the query's gradient
+        grads = [torch.empty_like(query)]
+        for tensor in (key, value):
+            # With fewer key heads than query heads, gradients are made for each of the latter.
+            full = tensor.new_empty((tensor.shape[0], heads, *tensor.shape[2:]))
+            grads.append(full if tensor.shape[1] == heads else torch.empty_like(tensor))
+        del wide, delta
+        return (*grads, None)
+
+
+def fused_attention() -> AbstractContextManager[Any]:
+    """In this block, `scaled_dot_product_attention` on meta is `FusedAttentionCall`."""
+    stock = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if query.dim() != 4 or not query.is_meta:
+            return stock(query, key, value, attn_mask, *args, **kwargs)
+        out: Tensor = FusedAttentionCall.apply(query, key, value, attn_mask)
+        return out
+
+    return patch.object(F, "scaled_dot_product_attention", attention)

@@ -67,7 +67,7 @@ def _linear_weight(layer: Any) -> PackedWeight:
 
 
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
-    """Return what each block holds without adapters; a tied tensor counts where it is first."""
+    """Return what each block holds; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
     classes = _layer_classes(model)
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
@@ -90,19 +90,16 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
         experts = [part for part in held if not part.linear]
         block = Block(
             name,
-            experts=sum(part.weight.codes.nbytes for part in experts),
-            linear=sum(part.weight.codes.nbytes for part in held if part.linear),
-            other=sum(tensor.nbytes for tensor in others),
+            tensors=(
+                *(tensor for part in held for tensor in _packed_tensors(part)),
+                *map(_other_tensor, others),
+            ),
             statistics=sum(part.statistics for part in held),
+            expert_statistics=sum(part.statistics for part in experts),
             dequantized=max((part.dequantized for part in held), default=0),
             # A layer is of a class not to be split; without these, an item of a ModuleList.
             layer=type(unit).__name__ in classes
             or (not classes and name.rpartition(".")[0] in lists),
-            tensors=(
-                *(tensor for part in held for tensor in _packed_tensors(part)),
-                *(block_tensor("other", tensor) for tensor in others),
-            ),
-            expert_statistics=sum(part.statistics for part in experts),
             slot=sum(part.slot for part in experts),
             active=_active(unit, held, top_k),
         )
@@ -126,16 +123,20 @@ def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) ->
     """Return the number of a block's active weights: those that one token is multiplied with."""
     packed = {id(part.weight.owner) for part in held}
     linears = unit.modules() if isinstance(unit, nn.Module) else ()
-    plain = {id(m.weight): m.weight.numel() for m in linears if isinstance(m, nn.Linear)}
-    active = sum(numel for key, numel in plain.items() if key not in packed)
+    plain = {id(m.weight): m.weight for m in linears if isinstance(m, nn.Linear)}
+    active = sum(
+        weight.numel()
+        for key, weight in plain.items()
+        if key not in packed and not weight.requires_grad
+    )
     for part in held:
         numel, experts = part.weight.numel, part.weight.experts
         active += numel if part.linear else numel * min(top_k, experts) // experts
     return active
 
 
-def block_tensor(part: str, tensor: Tensor) -> BlockTensor:
-    """Describe one tensor, as a part of its block: "other", or "trained"."""
+def _other_tensor(tensor: Tensor) -> BlockTensor:
+    part = "trained" if tensor.requires_grad else "other"
     rows = tensor.shape[0] if tensor.dim() else 1
     row = tensor.numel() // rows if rows else 0
     return BlockTensor(part, rows, row, tensor.itemsize, isinstance(tensor, nn.Parameter))

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, NamedTuple, cast
+from functools import cache, cached_property
+from typing import NamedTuple
 
 from ..kernels.limits import cdiv
 from .devices import partition, reserve_nbytes
@@ -63,6 +63,9 @@ COMPONENTS = (
 )
 """The components of a peak, in the order of the table."""
 
+WEIGHTS = dict(zip(COMPONENTS, ("experts", "linear", "other", "statistics"), strict=False))
+"""Those of them that are weights, with the part of a `BlockTensor`."""
+
 ENGINE_COMPONENTS = ("gradient buckets", "gathered weights")
 """Those of them that only a run of several ranks has."""
 
@@ -74,10 +77,79 @@ _ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENT
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine that splits a model or its batches over ranks: a process and a device each."""
+    """An engine that splits a model or its batches over ranks: a process and a device each.
+
+    A rank is one process with one device, and has a micro-batch of its own: activations, logits and
+    workspace are those of one process. What differs, for N ranks:
+
+    ddp    DistributedDataParallel. Everything is whole on each rank. Beside the gradients there are
+           buckets of 25 MiB, together as large as they are, since `gradient_as_bucket_view` is off
+           by default: each gradient is copied into its bucket and back.
+    fsdp   FSDP2: `fully_shard` on each decoder layer and on the root. Each parameter is cut along
+           its first dimension as torch.chunk cuts, and padded: a rank holds ceil(rows / N) rows of
+           codes, statistics, adapters, gradients and optimizer states. Buffers (code tables among
+           them) are whole. The root's own parameters (embeddings, last norm, head) are gathered
+           through the step. While a layer computes, two are there: its own, and the buffer into
+           which the next is gathered, or of which it was copied. In backward a layer's gradients
+           are whole once more, as the input of the reduce-scatter.
+    """
 
     name: str  # Of `ENGINES`: "ddp" or "fsdp"
     ranks: int  # How many ranks hold the model together, each with data of its own
+
+    def whole(self, tensor: BlockTensor) -> int:
+        """Return the bytes of a gathered tensor, padding included; 0 where it was never cut."""
+        cut = self._on_rank(tensor) if self._cuts(tensor) else None
+        return 0 if cut is None else cut.numel * self.ranks * cut.itemsize
+
+    def _cuts(self, tensor: BlockTensor) -> bool:
+        return self.name == "fsdp" and tensor.parameter
+
+    def _on_rank(self, tensor: BlockTensor) -> BlockTensor:
+        cut = self._cuts(tensor)
+        return replace(tensor, rows=cdiv(tensor.rows, self.ranks)) if cut else tensor
+
+    def on_rank(self, block: Block) -> Block:
+        """Return what one rank holds of a block."""
+        tensors = tuple(map(self._on_rank, block.tensors))
+        statistics = sum(t.numel * t.itemsize for t in tensors if t.part == "statistics")
+        return replace(block, tensors=tensors, statistics=statistics)
+
+    def with_gathered(
+        self, activities: Sequence[Activity], blocks: Mapping[str, Block]
+    ) -> tuple[Activity, ...]:
+        """Return activities, in running order, with what is gathered while each goes on.
+
+        `blocks` are those of the whole model, by name.
+        """
+        if self.name != "fsdp":
+            return tuple(activities)
+        whole = {name: sum(map(self.whole, block.tensors)) for name, block in blocks.items()}
+        root = sum(size for name, size in whole.items() if not blocks[name].layer)
+        layers = [whole[a.name] if blocks[a.name].layer else 0 for a in activities]
+        trained = [
+            sum(self.whole(t) for t in blocks[a.name].tensors if t.part == "trained")
+            for a in activities
+        ]
+        found = []
+        for place, activity in enumerate(activities):
+            before = next((size for size in reversed(layers[:place]) if size), 0)
+            after = next((size for size in layers[place + 1 :] if size), 0)
+            # The root's own are copied out of a buffer as large, which the first layer's frees.
+            buffer = root if place == 0 else max(before, layers[place], after)
+            gathered, reduced = root + layers[place] + buffer, max(trained[place : place + 2])
+            found.append(replace(activity, gathered=gathered, reduced=reduced))
+        return tuple(found)
+
+    def buffers(self, blocks: Iterable[Block], itemsize: int) -> dict[str, int]:
+        """Return the bytes that the engine itself holds at any time, by component.
+
+        `blocks` are those of the whole model; `itemsize` is that of the adapters.
+        """
+        if self.name == "fsdp":
+            return {}
+        trained = (t for block in blocks for t in block.tensors if t.part == "trained")
+        return {"gradient buckets": sum(t.numel for t in trained) * itemsize}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +176,7 @@ class Settings:
 class BlockTensor:
     """One tensor that a block holds, as an engine may split it."""
 
-    part: str  # "experts", "linear", "other" or "statistics" of a `Block`, or "trained"
+    part: str  # "experts", "linear", "statistics", "trained" or "other"
     rows: int  # Size of its first dimension
     row_numel: int  # Elements in a row
     itemsize: int
@@ -116,32 +188,42 @@ class BlockTensor:
         return self.rows * self.row_numel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
-    """The weights of one block, in bytes."""
+    """The weights of one block."""
 
     name: str
-    experts: int = 0  # Codes of packed experts
-    linear: int = 0  # Codes of packed Linear layers
-    other: int = 0  # Everything else: norms, embeddings, routers, biases, buffers
-    statistics: int = 0  # Quantization statistics of both
-    trained: tuple[int, ...] = ()  # Number of weights of each trained tensor
-    dequantized: int = 0  # The largest weight that is dequantized at once
+    tensors: tuple[BlockTensor, ...] = ()
+    statistics: int = 0  # Bytes of quantization statistics, which runs of several ranks may pad
+    expert_statistics: int = 0  # Those of packed experts
+    dequantized: int = 0  # Bytes of the largest weight that is dequantized at once
     layer: bool = False  # Whether it is a decoder layer, which engines gather as one
-    tensors: tuple[BlockTensor, ...] = ()  # All of the above, one by one
-    expert_statistics: int = 0  # Of the statistics, those of packed experts
-    slot: int = 0  # Packed experts with these in a slot of `hosting.py`
+    slot: int = 0  # Bytes of packed experts with statistics in a slot of `hosting.py`
     active: int = 0  # Weights that one token is multiplied with
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the tensors of each part."""
+        sizes = dict.fromkeys(WEIGHTS.values(), 0) | {"trained": 0}
+        for tensor in self.tensors:
+            sizes[tensor.part] += tensor.numel * tensor.itemsize
+        return sizes | {"statistics": self.statistics}
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Number of weights of each trained tensor."""
+        return tuple(tensor.numel for tensor in self.tensors if tensor.part == "trained")
 
     @property
     def weights(self) -> int:
         """Bytes of the packed block without adapters."""
-        return self.experts + self.linear + self.other + self.statistics
+        return sum(self.parts[part] for part in WEIGHTS.values())
 
     def without_experts(self) -> Block:
         """Return the block with its packed experts in host memory."""
         rest = self.statistics - self.expert_statistics
-        return replace(self, experts=0, statistics=rest, expert_statistics=0)
+        tensors = tuple(tensor for tensor in self.tensors if tensor.part != "experts")
+        return replace(self, tensors=tensors, statistics=rest, expert_statistics=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +262,7 @@ class DeviceUse:
     @property
     def weights(self) -> int:
         """Bytes of its blocks, packed, without adapters."""
-        return 0 if self.peak is None else sum(self.peak.parts[name] for name in COMPONENTS[:4])
+        return 0 if self.peak is None else sum(map(self.peak.parts.__getitem__, WEIGHTS))
 
     @property
     def needed(self) -> int:
@@ -191,89 +273,6 @@ class DeviceUse:
     def fits(self) -> bool:
         """True if the device is large enough."""
         return self.needed <= self.capacity
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How an engine cuts the tensors of one model.
-
-    A rank is one process with one device, and has a micro-batch of its own: activations, logits and
-    workspace are those of one process. What differs, for N ranks:
-
-    ddp    DistributedDataParallel. Everything is whole on each rank. Beside the gradients there are
-           buckets of 25 MiB, together as large as they are, since `gradient_as_bucket_view` is off
-           by default: each gradient is copied into its bucket and back.
-    fsdp   FSDP2: `fully_shard` on each decoder layer and on the root. Each parameter is cut along
-           its first dimension as torch.chunk cuts, and padded: a rank holds ceil(rows / N) rows of
-           codes, statistics, adapters, gradients and optimizer states. Buffers (code tables among
-           them) are whole. The root's own parameters (embeddings, last norm, head) are gathered
-           through the step. While a layer computes, two are there: its own, and the buffer into
-           which the next is gathered, or of which it was copied. In backward a layer's gradients
-           are whole once more, as the input of the reduce-scatter.
-    """
-
-    engine: Engine
-
-    def share(self, tensor: BlockTensor) -> int:
-        """Return how many elements of a tensor a rank holds."""
-        if not self._cuts(tensor):
-            return tensor.numel
-        return cdiv(tensor.rows, self.engine.ranks) * tensor.row_numel
-
-    def whole(self, tensor: BlockTensor) -> int:
-        """Return the bytes of a gathered tensor, padding included; 0 where it was never cut."""
-        cut = self._cuts(tensor)
-        return self.share(tensor) * self.engine.ranks * tensor.itemsize if cut else 0
-
-    def _cuts(self, tensor: BlockTensor) -> bool:
-        return self.engine.name == "fsdp" and tensor.parameter
-
-    def on_rank(self, block: Block) -> Block:
-        """Return what one rank holds of a block."""
-        sizes = dict.fromkeys(("experts", "linear", "other", "statistics"), 0)
-        trained = []
-        for tensor in block.tensors:
-            if tensor.part == "trained":
-                trained.append(self.share(tensor))
-            else:
-                sizes[tensor.part] += self.share(tensor) * tensor.itemsize
-        return replace(block, trained=tuple(trained), **cast(Any, sizes))
-
-    def with_gathered(
-        self, activities: Sequence[Activity], blocks: Mapping[str, Block]
-    ) -> tuple[Activity, ...]:
-        """Return activities, in running order, with what is gathered while each goes on.
-
-        `blocks` are those of the whole model, by name.
-        """
-        if self.engine.name != "fsdp":
-            return tuple(activities)
-        whole = {name: sum(map(self.whole, block.tensors)) for name, block in blocks.items()}
-        root = sum(size for name, size in whole.items() if not blocks[name].layer)
-        layers = [whole[a.name] if blocks[a.name].layer else 0 for a in activities]
-        trained = [
-            sum(self.whole(t) for t in blocks[a.name].tensors if t.part == "trained")
-            for a in activities
-        ]
-        found = []
-        for place, activity in enumerate(activities):
-            before = next((size for size in reversed(layers[:place]) if size), 0)
-            after = next((size for size in layers[place + 1 :] if size), 0)
-            # The root's own are copied out of a buffer as large, which the first layer's frees.
-            buffer = root if place == 0 else max(before, layers[place], after)
-            gathered, reduced = root + layers[place] + buffer, max(trained[place : place + 2])
-            found.append(replace(activity, gathered=gathered, reduced=reduced))
-        return tuple(found)
-
-    def buffers(self, blocks: Iterable[Block], itemsize: int) -> dict[str, int]:
-        """Return the bytes that the engine itself holds at any time, by component.
-
-        `blocks` are those of the whole model; `itemsize` is that of the adapters.
-        """
-        if self.engine.name == "fsdp":
-            return {}
-        trained = (t for block in blocks for t in block.tensors if t.part == "trained")
-        return {"gradient buckets": sum(t.numel for t in trained) * itemsize}
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,51 +378,39 @@ class StepBudget:
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
-        """Return the blocks spread by `partition` over devices of these bytes."""
-        spans = [(0, len(self.groups))]
-        if len(capacities) > 1:
+        """Return the blocks on devices of these bytes: even, or as ranks of an engine have them."""
+        spans = [(0, len(self.groups))] * len(capacities)
+        if len(capacities) > 1 and not self.settings.engine:
             spans = partition(len(self.groups), capacities, cache(self.nbytes))
-        uses = []
-        for index, capacity in enumerate(capacities):
-            first, last = spans[index] if index < len(spans) else (0, 0)
-            names = tuple(block.name for group in self.groups[first:last] for block in group)
-            peak = self.peak(first, last) if names else None
+        uses, peak_of = [], cache(self.peak)
+        for index, (capacity, (first, last)) in enumerate(zip(capacities, spans, strict=True)):
+            names = [block.name for group in self.groups[first:last] for block in group]
+            peak = peak_of(first, last) if names else None
             reserve = 0 if peak is None else reserve_nbytes(peak.nbytes)
-            uses.append(DeviceUse(index, capacity, peak, reserve, names))
+            blocks = () if self.settings.engine else tuple(names)
+            uses.append(DeviceUse(index, capacity, peak, reserve, blocks))
         return tuple(uses)
 
     def peaks_on(self, uses: Sequence[DeviceUse]) -> list[int]:
         """Return the peak of each device that holds the blocks of an earlier budget, 0 for none."""
-        if self.settings.engine:
-            return [self.nbytes(0, len(self.groups))] * len(uses)
-        peaks, first = [], 0
+        peaks, first, last = [], 0, len(self.groups)
         for use in uses:
-            last, names = first, set(use.blocks)
-            while last < len(self.groups) and self.groups[last][0].name in names:
-                last += 1
-            peaks.append(self.nbytes(first, last) if names else 0)
-            first = last
+            if not self.settings.engine:
+                last = first + sum(group[0].name in use.blocks for group in self.groups)
+            peaks.append(self.nbytes(first, last) if first < last else 0)
+            first = 0 if self.settings.engine else last
         return peaks
-
-    def on_each(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
-        """Return all blocks on each of the devices of these bytes, as the ranks of an engine."""
-        peak = self.peak()
-        reserve = reserve_nbytes(peak.nbytes)
-        return tuple(DeviceUse(i, size, peak, reserve, ()) for i, size in enumerate(capacities))
 
     def _fixed(self, first: int, last: int) -> dict[str, int]:
         blocks = [block for group in self.groups[first:last] for block in group]
         fixed = {
-            "packed experts": sum(block.experts for block in blocks),
-            "packed Linear layers": sum(block.linear for block in blocks),
-            "other weights": sum(block.other for block in blocks),
-            "quantization statistics": sum(block.statistics for block in blocks),
+            **{name: sum(b.parts[part] for b in blocks) for name, part in WEIGHTS.items()},
             "adapters": sum(self._gradients[first:last]),
             "optimizer states": sum(state.resident for state in self._states[first:last]),
             "library workspace": self.library,
         }
         if self.settings.workspace:
-            packed = any(block.experts or block.slot for block in blocks)
+            packed = any(b.parts["experts"] or b.slot for b in blocks)
             fixed["decode scratch"] = self.settings.workspace * packed
         for name, nbytes in self.extra.items():
             fixed[name] = fixed.get(name, 0) + nbytes

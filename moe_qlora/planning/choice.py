@@ -30,12 +30,12 @@ _EXPERTS, _ATTENTION, _REST = (0.59, 8.0), (0.18, 7.0), (0.23, 2.4)
 """The part of a layer's recomputation that keeping each saves, and the microseconds that a MB of it
 saves (Qwen3-30B-A3B, one H200)."""
 
-_ATTENDED = 2048.0
-"""Tokens that one attended to on average, where that was measured."""
+_MEASURED = 4096
+"""Tokens of the sequences for which these were measured."""
 
-_LONG = 3 * _ATTENDED
-"""Tokens attended to from where attention alone is kept: the experts beside it take four times its
-bytes, for as much time again."""
+_LONG = 3 * _MEASURED
+"""Tokens from where attention alone is kept: the experts beside it take four times its bytes, for
+as much time again."""
 
 MORE_MEMORY = "Take a smaller batch_size or seq_len, or give more memory."
 """What to do where nothing fits."""
@@ -50,14 +50,14 @@ class Ladder:
     saved: Mapping[str, float]  # The part of a layer's recomputation that a level saves
 
     @classmethod
-    def of(cls, attended: float) -> Ladder:
-        """Return the levels for tokens that attend to so many others on average.
+    def of(cls, seq: int) -> Ladder:
+        """Return the levels for sequences of so many tokens.
 
         What attention saves grows with these, and what it keeps does not.
         """
         sizes = [saved / value for saved, value in (_ATTENTION, _EXPERTS, _REST)]
-        times = [_ATTENTION[0] * attended / _ATTENDED, _EXPERTS[0], _REST[0]]
-        part, kept = (ATTENTION, 1) if attended > _LONG else (PART, 2)
+        times = [_ATTENTION[0] * seq / _MEASURED, _EXPERTS[0], _REST[0]]
+        part, kept = (ATTENTION, 1) if seq > _LONG else (PART, 2)
         values = {part: sum(times[:kept]) / sum(sizes[:kept])}
         values[KEEP] = sum(times[kept:]) / sum(sizes[kept:])
         saved = {RECOMPUTE: 0.0, part: sum(times[:kept]) / sum(times), KEEP: 1.0}

@@ -130,31 +130,26 @@ def reserve_nbytes(peak: int) -> int:
     return CONTEXT_BYTES + int(peak * FRAGMENTATION)
 
 
-def fill(
-    count: int, limits: Sequence[float], load: Callable[[int, int], int]
-) -> list[tuple[int, int]]:
-    """Put as many of the blocks 0 .. count - 1 on each device as its limit holds, in order.
-
-    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
-    is added. Returns (first, last) for each device; the last one ends before `count` where they do
-    not fit.
-    """
-    spans, first = [], 0
-    for limit in limits:
-        ends = range(first + 1, count + 1)
-        last = first + bisect_right(ends, limit, key=partial(load, first))
-        spans.append((first, last))
-        first = last
-    return spans
-
-
 def partition(
     count: int, capacities: Sequence[int], load: Callable[[int, int], int]
 ) -> list[tuple[int, int]]:
-    """Spread blocks over devices as `fill` does, so that the fullest is least full."""
+    """Spread the blocks 0 .. count - 1 over devices in order, so that the fullest is least full.
+
+    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
+    is added. Returns (first, last) for each device.
+    """
+
+    def filled(fullness: float) -> list[tuple[int, int]]:
+        spans, first = [], 0
+        for size in capacities:
+            ends = range(first + 1, count + 1)
+            last = first + bisect_right(ends, size * fullness, key=partial(load, first))
+            spans.append((first, last))
+            first = last
+        return spans
+
     low, high = 0.0, 1.000001 * load(0, count) / max(capacities)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        fits = fill(count, [size * middle for size in capacities], load)[-1][1] == count
-        low, high = (low, middle) if fits else (middle, high)
-    return fill(count, [size * high for size in capacities], load)
+        low, high = (low, middle) if filled(middle)[-1][1] == count else (middle, high)
+    return filled(high)

@@ -64,14 +64,6 @@ class ExpertLayer:
     slot: int  # Of the same in a slot, and in host memory
 
 
-def operations(weights: int, tokens: int) -> int:
-    """Return the operations of a step that computes all again, by a token's active weights.
-
-    Each is multiplied and added in the forward, its recomputation and the backward.
-    """
-    return 6 * weights * tokens
-
-
 @dataclass(frozen=True)
 class Hosting:
     """What decoder layers may have in host memory, and how long a step then takes.
@@ -84,6 +76,16 @@ class Hosting:
     most: int  # How many of them, from the last one, may be in host memory
     pace: Pace
     seconds: Mapping[str, float]  # Of each block in a step that computes all again
+
+    @classmethod
+    def of(
+        cls, layers: tuple[ExpertLayer, ...], most: int, pace: Pace, active: Mapping[str, int]
+    ) -> Hosting:
+        """Take what blocks compute by their active weights times tokens.
+
+        Each is multiplied and added in the forward, its recomputation and the backward.
+        """
+        return cls(layers, most, pace, {name: 6 * n / pace.rate for name, n in active.items()})
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,6 @@ def compute(
     kwargs: Mapping[str, Any],
     *,
     preserve_rng_state: bool = True,
-    recomputing: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
     """Compute a layer's function so that it keeps what its level keeps.
 
@@ -71,7 +71,6 @@ def compute(
         kwargs: Other arguments.
         preserve_rng_state: Whether a recomputation draws the random numbers of the forward; not
             where a CUDA graph sees to it.
-        recomputing: Makes a context to recompute in.
     """
     if level == KEEP:
         return function(*args, **kwargs)
@@ -80,10 +79,10 @@ def compute(
         return function(*args, **kwargs)
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if not torch.compiler.is_compiling():
-        how["context_fn"] = lambda: _contexts(level, recomputing())
-    elif level != RECOMPUTE:
+    if level != RECOMPUTE and torch.compiler.is_compiling():
         how["context_fn"] = _part if level == PART else _attention
+    elif level != RECOMPUTE:
+        how["context_fn"] = partial(_contexts, level)
     return checkpoint(call, *args, **how)
 
 
@@ -147,19 +146,15 @@ def _alike(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return args
 
 
-def _contexts(
-    level: str, recomputing: AbstractContextManager[Any]
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(level: str) -> tuple[_Both, _Both]:
     """Return contexts for the forward of an eager layer's checkpoint and its recomputations."""
-    if level == RECOMPUTE:
-        return nullcontext(), recomputing
     keeps, takes = kept_tensors() if level == PART else (nullcontext(), nullcontext())
     held: deque[Any] = deque()
-    return _All(keeps, _KeepsAttention(held)), _All(recomputing, takes, _TakesAttention(held))
+    return _Both(keeps, _KeepsAttention(held)), _Both(takes, _TakesAttention(held))
 
 
-class _All:
-    """Several contexts, which may be entered again: torch recomputes once for each backward."""
+class _Both:
+    """Two contexts, which may be entered again: torch recomputes once for each backward."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self.contexts = contexts

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, first_line
 from ..lora.targets import base_model
 from .blocks import block_modules, blocks_of, packed_parts
-from .budget import Activity, Block
+from .budget import Activity
 from .meta_model import alike
 from .meta_step import BlockRecorder, activities_of, loss_of, passthroughs
 from .tracker import MemoryTracker, tensors_of
@@ -43,7 +42,7 @@ class MeasuredModel:
         self.modules = block_modules(base)
         self.groups = alike(self.modules)
         parts = tuple(packed_parts(base))
-        self.blocks = tuple(_with_trained(base, block) for block in blocks_of(base, parts))
+        self.blocks = blocks_of(base, parts)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.itemsize = max((p.itemsize for p in self.trained), default=4)
         self.device = next(iter(self.trained), next(model.parameters())).device
@@ -77,7 +76,7 @@ class MeasuredModel:
         statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
         known = [*self.model.parameters(), *self.model.buffers(), *statistics, ids, anchor]
         known += self._slots()  # which may go afterwards
-        tracker: Any = _Allocator(self.device) if cuda else _Tensors(known)
+        tracker: Any = _Allocator(self.device) if cuda else MemoryTracker(known, grain=1)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
             stack.enter_context(passthroughs(self.modules, self.groups, anchor))
@@ -156,26 +155,6 @@ def _fused_head(base: nn.Module) -> dict[str, bool]:
         if code is not None and "fused_lm_head" in code.co_varnames:
             return {"fused_lm_head": True}
     return {}
-
-
-def _with_trained(base: nn.Module, block: Block) -> Block:
-    trained = [
-        parameter
-        for name, parameter in base.named_parameters()
-        if parameter.requires_grad and f"{name}.".startswith(f"{block.name}.")
-    ]
-    nbytes = sum(parameter.nbytes for parameter in trained)
-    numels = tuple(parameter.numel() for parameter in trained)
-    return replace(block, other=block.other - nbytes, trained=numels)
-
-
-class _Tensors(MemoryTracker):
-    """A count of tensors on any device, whose operations are not faked."""
-
-    grain = 1
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.counted(func(*args, **(kwargs or {})))
 
 
 class _Allocator:

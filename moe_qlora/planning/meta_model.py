@@ -11,7 +11,7 @@ full, or its last parts ("q_proj", "self_attn.q_proj").
 
 Packing and adapting a model on meta takes time by its modules, and most of these are in layers that
 are alike but for their place. Of each kind the first and the last stay, since what is alive when
-they run differs; the rest are emptied, and counted as the last (`Skeleton`).
+they run differs; the rest are emptied, and counted as the last.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from . import attention
 from .blocks import (
     PackedPart,
-    block_tensor,
+    block_modules,
     blocks_of,
     packed_parts,
     tensors_in,
     units_of,
 )
-from .budget import Block, BlockTensor, Settings
+from .budget import Block, Settings
 
 _DEFAULT = CodecSettings(NF4.kind, True, compute_dtype=torch.bfloat16)
 
@@ -81,11 +81,6 @@ class ModelSource:
     # Settings of expert weights in native codes of the checkpoint, by name
     native: Mapping[str, CodecSettings] = field(default_factory=dict)
     repeats: bool = False  # Whether layers may be packed and run for others
-
-    @cached_property
-    def skeleton(self) -> Skeleton:
-        """The model with its repeated layers empty."""
-        return skeleton_of(self.build())
 
 
 def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) -> ModelSource:
@@ -157,10 +152,11 @@ class MetaModel:
     base: Any  # The model itself
     layout: ModelLayout  # Its expert weights, as they are before packing
     parts: tuple[PackedPart, ...]
-    blocks: tuple[Block, ...]  # Of the whole model, in order
     unpacked: int  # Bytes of the whole model before it is packed
-    groups: Sequence[Sequence[str]] = ()  # Blocks that are alike, of which two run
-    emptied: Mapping[str, str] = field(default_factory=dict)  # As of the `Skeleton`
+    names: Sequence[str]  # Of all its blocks, in order
+    groups: Sequence[Sequence[str]]  # Blocks that are alike, of which two run
+    emptied: Mapping[str, str]  # Layers that are empty -> the layer that each is counted as
+    blocks: tuple[Block, ...] = ()  # Of the whole model with adapters, in order
 
     @property
     def kind(self) -> str | None:
@@ -230,12 +226,16 @@ def pack(
     *,
     linears: bool,
     native: Mapping[str, CodecSettings] | None = None,
+    repeats: bool = False,
 ) -> MetaModel:
     """Pack a model on meta by a `BitsAndBytesConfig`, if any: experts, and Linear layers if asked.
 
     `native` maps names of expert weights in native codes of the checkpoint to their settings.
+    With `repeats`, layers that are alike but for their place are emptied before.
     """
-    layout, unpacked = detect(model), _nbytes(model)
+    unpacked, names = _nbytes(model), [name for name, _ in units_of(model)]
+    groups, emptied = _empty_repeated(model) if repeats else ([], {})
+    layout = detect(model)
     if config is not None:
         settings = CodecSettings.from_config(config)
         for param in weights_to_pack(model, layout, config, settings):
@@ -248,7 +248,7 @@ def pack(
         if hasattr(module, "state") and hasattr(module.state, "threshold"):
             module.state.threshold = 0.0  # bitsandbytes' outliers have no number on meta
     parts = tuple(packed_parts(model))
-    meta = MetaModel(model, model, layout, parts, blocks_of(model, parts), unpacked)
+    meta = MetaModel(model, model, layout, parts, unpacked, names, groups, emptied)
     codec = None if meta.kind is None else codec_of(meta.kind)
     model.is_loaded_in_8bit = codec is not None and codec.loads_in_8bit
     model.is_loaded_in_4bit = codec is not None and not codec.loads_in_8bit
@@ -304,20 +304,14 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     except ValueError as error:
         raise ConfigError(f"PEFT cannot put LoRA on {settings.targets!r}: {error}") from error
     dtype = DTYPES[settings.adapter_dtype]
-    trained: dict[str, list[BlockTensor]] = {block.name: [] for block in meta.blocks}
-    for name, parameter in meta.base.named_parameters():
+    for parameter in meta.base.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(device="meta", dtype=dtype)
-            block = next(block for block in trained if name.startswith(f"{block}."))
-            trained[block].append(block_tensor("trained", parameter))
-    meta.blocks = tuple(
-        replace(
-            block,
-            trained=tuple(tensor.numel for tensor in trained[block.name]),
-            tensors=(*block.tensors, *trained[block.name]),
-        )
-        for block in meta.blocks
-    )
+    found = {block.name: block for block in blocks_of(meta.base, meta.parts)}
+    found |= {name: replace(found[as_], name=name) for name, as_ in meta.emptied.items()}
+    meta.blocks = tuple(found[name] for name in dict.fromkeys((*meta.names, *found)))
+    if not meta.emptied:
+        meta.groups = alike(block_modules(meta.base))
 
 
 def lora_config_of(
@@ -379,37 +373,23 @@ def _attention_linears(model: nn.Module) -> list[str]:
     return names
 
 
-@dataclass(frozen=True, eq=False)
-class Skeleton:
-    """A model on meta whose repeated layers are empty."""
+def _empty_repeated(model: nn.Module) -> tuple[list[list[str]], dict[str, str]]:
+    """Empty the repeated layers of a model on meta that nothing else holds.
 
-    model: nn.Module
-    names: tuple[str, ...]  # All blocks of the whole model, in order
-    groups: tuple[tuple[str, ...], ...]  # Layers that are alike
-    nbytes: int  # Of the whole model
-    emptied: Mapping[str, str]  # The layers that are empty -> the layer that each is counted as
-
-    def complete(self, meta: MetaModel) -> None:
-        """Give a copy of the model, once it is packed and adapted, the blocks of the whole."""
-        found = {block.name: block for block in meta.blocks}
-        found |= {name: replace(found[as_], name=name) for name, as_ in self.emptied.items()}
-        meta.blocks = tuple(found[name] for name in dict.fromkeys((*self.names, *found)))
-        meta.unpacked, meta.groups, meta.emptied = self.nbytes, self.groups, self.emptied
-
-
-def skeleton_of(model: nn.Module) -> Skeleton:
-    """Empty the repeated layers of a model on meta that nothing else holds."""
-    nbytes, units = _nbytes(model), dict(units_of(model))
-    blocks = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
-    held = {name: [id(t) for t in tensors_in(block)] for name, block in blocks.items()}
+    Returns:
+        Groups of layers that are alike, and the layers that are empty now, with the layer that each
+        is counted as.
+    """
+    blocks = block_modules(model)
+    held = {name: [id(t) for t in tensors_in(unit)] for name, unit in units_of(model)}
     owners = Counter(key for keys in held.values() for key in keys)
     free = {name for name, keys in held.items() if all(owners[key] == 1 for key in keys)}
-    groups = tuple(tuple(group) for group in alike(blocks) if free.issuperset(group))
+    groups = [group for group in alike(blocks) if free.issuperset(group)]
     emptied = {name: group[-1] for group in groups for name in group[1:-1]}
     for name in emptied:
         for content in (blocks[name]._modules, blocks[name]._parameters, blocks[name]._buffers):
             content.clear()
-    return Skeleton(model, tuple(units), groups, nbytes, emptied)
+    return groups, emptied
 
 
 def _nbytes(model: nn.Module) -> int:

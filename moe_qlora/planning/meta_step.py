@@ -4,7 +4,7 @@ The step runs for real (forward, the model's own loss, backward, with what layer
 `levels.py`), on tensors that have sizes and no contents. A `MemoryTracker` counts each tensor that
 an operation makes until its storage dies; on a GPU, memory follows the same reference counts. So
 any norm, router, expert or packed Linear layer is counted right; fused attention alone has a
-stand-in (`meta_ops.py`).
+stand-in (`attention.py`).
 
 A `BlockRecorder` reads the tracker at the borders of blocks (the modules that a device map places
 whole), so that any split of the blocks over devices can be added up afterwards. Of blocks that
@@ -33,9 +33,9 @@ from ..kernels.workspace import PlannedWorkspace, planned
 from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
+from .attention import fused_attention
 from .blocks import packed_parts, top_k_in
 from .budget import Activity
-from .meta_ops import fused_attention
 from .tracker import MemoryTracker, tensors_of
 
 NO_CAP = 1 << 62
@@ -288,7 +288,7 @@ class _Like:
                 return lambda hidden: item
             shape, dtype = item.shape, item.dtype
             if (shape, dtype) == kind:
-                return lambda hidden: _Passthrough.apply(hidden, self.grad_anchor)
+                return lambda hidden: hidden + self.grad_anchor  # with a gradient
             return lambda hidden: hidden.new_empty(shape, dtype=dtype)
 
         if self.makers is None:
@@ -302,15 +302,3 @@ class _Like:
 def _hidden_states(args: Any, kwargs: Any) -> Tensor:
     items = (*args, *kwargs.values())
     return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
-
-
-class _Passthrough(torch.autograd.Function):
-    """Returns a tensor like `hidden`, with a gradient as the anchor has; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None

@@ -12,7 +12,7 @@ from ..layout import dtype_name, human_bytes
 from ..models.files import refuse_yaml
 from . import meta_model
 from .budget import ALIASES, ENGINES, OPTIMIZERS, Engine, Settings
-from .devices import Gpu, pace_of, parse_gpus
+from .devices import pace_of, parse_gpus
 from .hosting import Pace
 from .planner import Planner
 from .report import MemoryPlan
@@ -123,13 +123,13 @@ def plan_settings(
     `trust_remote_code` runs model code that a checkpoint brings.
     """
     refuse_yaml(model, "plan")
-    capacities, card = devices_of(gpus)
+    capacities, card, pace = devices_of(gpus)
     if memory is not None:
-        ((limit, *_), _) = devices_of(memory, "memory")
+        limit = devices_of(memory, "memory")[0][0]
         capacities = tuple(min(limit, size) for size in capacities) or (limit,)
     settings = replace(settings_of(asked, lora_config), engine=_engine(engine, len(capacities)))
     source = meta_model.source_of(model, quantization_config, trust_remote_code)
-    planner = Planner(source, settings, lora_config, card, _slowest(gpus))
+    planner = Planner(source, settings, lora_config, card, pace)
     if settings.offload:
         ranks = settings.engine
         if len(capacities) > 1 if ranks is None else ranks.name != "ddp":
@@ -182,20 +182,13 @@ def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
     return settings
 
 
-def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card]:
-    """Return the bytes of each device that `gpus` names, and the card that they all are.
+def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card, Pace]:
+    """Return the bytes of each device that `gpus` names, their card, and how quick the slowest is.
 
-    Where they differ, or one has no name, that is `PORTABLE`.
+    Where cards differ, or one has no name, the card is `PORTABLE`.
     """
-    found = _parsed(gpus, name)
-    capabilities = {gpu and gpu.capability for _, gpu in found}
-    known = capabilities.pop() if len(capabilities) == 1 else None
-    return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
-
-
-def _parsed(gpus: Any, name: str = "gpus") -> list[tuple[int, Gpu | None]]:
     if gpus is None:
-        return []
+        return (), PORTABLE, Pace()
     try:
         if isinstance(gpus, int) and gpus <= 0:
             raise ValueError(f"{gpus} is no size of a device; it must be over 0")
@@ -207,13 +200,11 @@ def _parsed(gpus: Any, name: str = "gpus") -> list[tuple[int, Gpu | None]]:
             raise ValueError(f"{least} is a number of bytes; write {meant}")
     except ValueError as error:
         raise ConfigError(f"{name}: {error}.") from error
-    return found
-
-
-def _slowest(gpus: Any) -> Pace:
-    """Return how quick the slowest of the devices are that `gpus` names, in each respect."""
-    paces = [pace_of(gpu) for _, gpu in _parsed(gpus)] or [Pace()]
-    return Pace(min(pace.link for pace in paces), min(pace.rate for pace in paces))
+    capabilities = {gpu and gpu.capability for _, gpu in found}
+    known = capabilities.pop() if len(capabilities) == 1 else None
+    paces = [pace_of(gpu) for _, gpu in found]
+    pace = Pace(min(each.link for each in paces), min(each.rate for each in paces))
+    return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE, pace
 
 
 def _engine(asked: str | None, devices: int) -> Engine | None:

@@ -23,10 +23,10 @@ from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, levels, meta_model, meta_step
 from .blocks import block_modules
-from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, Sharding, StepBudget
+from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
-from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
-from .meta_model import MetaModel, ModelSource, Skeleton, alike, tells_layers_apart
+from .hosting import ExpertLayer, Hosting, Pace, slots_nbytes
+from .meta_model import MetaModel, ModelSource, tells_layers_apart
 from .report import MemoryPlan
 
 LIGER_LOSS = frozenset(
@@ -60,7 +60,7 @@ class Planner:
         self.card = card  # For which experts are computed
         self.pace = Pace() if pace is None else pace  # For experts in host memory
         self.notes: list[str] = []  # What to know about the figures, a sentence each
-        self.eager: attention.EagerAttention | None = None  # Where it need not be
+        self.eager: str | None = None  # That attention is eager, and may be flex
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self.model_type = str(getattr(source.config, "model_type", ""))
         self._step = cache(self._run_step)
@@ -68,51 +68,33 @@ class Planner:
     @cached_property
     def meta(self) -> MetaModel:
         """The model packed, adapted, and ready to run."""
-        source = self.source
-        if source.repeats and not tells_layers_apart(
-            self.settings.targets, self.lora_config, source.quantization
-        ):
-            try:
-                if (meta := self._ready(source.skeleton)) is not None:
-                    return meta
-            except MoeQloraError:  # which names what the whole model has
-                pass
-        meta = self._ready(None)
-        assert meta is not None
-        return meta
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """How the engine cuts this model, None without one."""
-        engine = self.settings.engine
-        return None if engine is None else Sharding(engine)
+        source, asked = self.source, self.settings.targets
+        apart = tells_layers_apart(asked, self.lora_config, source.quantization)
+        return self._ready(source.repeats and not apart)
 
     @cached_property
     def rank_blocks(self) -> list[Block]:
         """Each block as one process has it on its device."""
         blocks = list(self.meta.blocks)
-        if self.sharding is not None:
-            blocks = list(map(self.sharding.on_rank, blocks))
+        if (engine := self.settings.engine) is not None:
+            blocks = list(map(engine.on_rank, blocks))
         return [block.without_experts() for block in blocks] if self.settings.offload else blocks
 
     @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The blocks with packed experts, in the model's order."""
         return tuple(
-            ExpertLayer(block.name, block.experts + block.expert_statistics, block.slot)
+            ExpertLayer(block.name, block.parts["experts"] + block.expert_statistics, block.slot)
             for block in self.meta.blocks
             if block.slot
         )
 
     def hosting(self, activities: Sequence[Activity]) -> Hosting:
         """Return what packed experts cost in host memory, in a step with these activities."""
-        tokens, ran = self.settings.batch * self.settings.seq, {a.name for a in activities}
-        seconds = {
-            block.name: operations(block.active, tokens) / self.pace.rate
-            for block in self.meta.blocks
-            if block.name in ran
-        }
-        return Hosting(self.expert_layers, len(self.expert_layers), self.pace, seconds)
+        blocks = {block.name: block for block in self.meta.blocks}
+        layers, tokens = self.expert_layers, self.settings.batch * self.settings.seq
+        active = {a.name: blocks[a.name].active * tokens for a in activities}
+        return Hosting.of(layers, len(layers), self.pace, active)
 
     def with_settings(self, settings: Settings) -> Planner:
         """Return the planner with settings under which the model and its steps are the same."""
@@ -161,8 +143,7 @@ class Planner:
 
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        budget = self.budget(batch, seq, self.activities(batch, seq, capacities))
-        return budget.on_each(capacities) if self.settings.engine else budget.spread(capacities)
+        return self.budget(batch, seq, self.activities(batch, seq, capacities)).spread(capacities)
 
     def budget(self, batch: int, seq: int, step: Step) -> StepBudget:
         """Return the budget of what `activities` has returned."""
@@ -201,10 +182,10 @@ class Planner:
         for block in ordered:
             groups.setdefault(leader[block.name], []).append(block)
         extra = {"packed experts": slots_nbytes(self.expert_layers) if settings.offload else 0}
-        if self.sharding is not None:
+        if (engine := settings.engine) is not None:
             whole = {block.name: block for block in self.meta.blocks}
-            activities = self.sharding.with_gathered(activities, whole)
-            extra |= self.sharding.buffers(whole.values(), self.itemsize)
+            activities = engine.with_gathered(activities, whole)
+            extra |= engine.buffers(whole.values(), self.itemsize)
         return StepBudget([*groups.values()], activities, settings, self.itemsize, extra=extra)
 
     def _ligers_loss(self, tokens: int) -> tuple[float, int]:
@@ -247,31 +228,30 @@ class Planner:
                 f"({why}), so that its memory cannot be planned.{_LIGER if liger else ''}"
             ) from error
 
-    def _ready(self, skeleton: Skeleton | None) -> MetaModel | None:
-        """Return a model packed; None where notes would count the weights of empty layers."""
+    def _ready(self, repeats: bool) -> MetaModel:
         source = self.source
         with named.quiet():
-            model = source.build() if skeleton is None else copy.deepcopy(skeleton.model)
+            model = source.build()
             if self.settings.attention is not None:
                 attention.set_attention(model, self.settings.attention)
             self.eager = attention.eager_attention(model)
             if self.eager is not None and self.settings.attention is None:
-                self.notes.append(self.eager.note)
+                self.notes.append(self.eager)
             if (counted := attention.make_countable(model)) is not None:
                 self.notes.append(counted)
             meta = meta_model.pack(
-                model, source.quantization, linears=source.linears, native=source.native
+                model,
+                source.quantization,
+                linears=source.linears,
+                native=source.native,
+                repeats=repeats,
             )
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)
-        notes = [f"{warning.message}" for warning in said]
-        if notes and skeleton is not None:
-            return None
-        meta.groups = alike(block_modules(meta.base))
-        if skeleton is not None:
-            skeleton.complete(meta)
-        self.notes += notes
+        if said and meta.emptied:  # It counts the weights that got no adapters
+            return self._ready(False)
+        self.notes += [f"{warning.message}" for warning in said]
         meta.model.train()
         base: Any = meta.base
         if self.settings.checkpointing and not _checkpoints(base):

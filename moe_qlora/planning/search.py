@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 from ..errors import ConfigError, MoeQloraError
-from .attention import FLEX, attended
+from .attention import FLEX
 from .budget import Activity, DeviceUse, Engine, Settings
 from .choice import RECOMPUTE, Choice, Choices, Ladder
-from .devices import fill, reserve_nbytes
+from .devices import reserve_nbytes
 from .planner import LIGER_LOSS, Planner, Step
 from .report import Best, PlannedFit
 
@@ -50,7 +48,7 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    ladder = Ladder.of(attended(planner.meta.base.config, seq))
+    ladder = Ladder.of(seq)
     choices = Choices(layers, ladder, hosting)
     choice = none = choices.at(choices.path[0], activities)
     if fits(none):
@@ -73,7 +71,7 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
     """Return the largest multiple of `grain` that fits as "seq" or "batch", 0 where none does.
 
     A step is nearly affine in its tokens: each size that is tried is where the line through the two
-    steps that are nearest to the last one ends, at first through no tokens. It is within 1/128.
+    that are nearest to the last one ends, at first through no tokens. It is within 1/128.
     """
     settings = planner.settings
 
@@ -83,38 +81,20 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
             batch, seq = size * grain, settings.seq
         return planner.activities(batch, seq, capacities)
 
-    def line(first: int, second: int, size: int) -> Step:
-        (some, one), (others, two) = steps[first], steps[second]
-
-        def at(a: int, b: int) -> int:
-            return max(a + round((b - a) * (size - first) / (second - first)), 0)
-
-        activities = (
-            Activity(
-                a.name, at(a.saved, b.saved), at(a.forward, b.forward), at(a.backward, b.backward)
-            )
-            for a, b in zip(some, others, strict=True)
-        )
-        return tuple(activities), at(one, two)
-
-    def fits(step: Step) -> bool:
-        budget = planner.budget(settings.batch, settings.seq, step)
-        needed = cache(lambda first, last: _needed(budget.nbytes(first, last)))
-        count = len(budget.groups)
-        if settings.engine:
-            return needed(0, count) <= min(capacities)
-        return fill(count, capacities, needed)[-1][1] == count
+    def fullness(step: Step) -> float:
+        uses = planner.budget(settings.batch, settings.seq, step).spread(capacities)
+        return max(use.needed / use.capacity for use in uses)
 
     low, high = 0, limit // grain + 1
     guess = min(max(getattr(settings, name) // grain, 1), high - 1)
-    steps = {0: (tuple(Activity(a.name, 0, 0, 0) for a in step(guess)[0]), 0)}
-    while high - low > max(1, low // 128) and guess not in steps:
-        steps[guess] = step(guess)
-        low, high = (guess, high) if fits(steps[guess]) else (low, guess)
-        first, second, *_ = sorted(steps, key=lambda size: abs(size - guess))
-        on_line = partial(line, first, second)
-        ends = range(low + 1, high)
-        guess = low + bisect_left(ends, True, key=lambda size: not fits(on_line(size)))
+    tried = {0: fullness((tuple(Activity(a.name, 0, 0, 0) for a in step(guess)[0]), 0))}
+    while high - low > max(1, low // 128) and guess not in tried:
+        tried[guess] = fullness(step(guess))
+        low, high = (guess, high) if tried[guess] <= 1 else (low, guess)
+        first, second = sorted(tried, key=lambda size: abs(size - guess))[:2]
+        slope = (tried[second] - tried[first]) / (second - first)
+        end = first + (1 - tried[first]) / slope if slope > 0 else high
+        guess = int(min(max(end, low), high - 1))
     return low * grain
 
 
@@ -186,7 +166,7 @@ def _candidates(planner: Planner, devices: int, fixed: Collection[str]) -> Itera
     """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
     asked = planner.settings
     base: dict[str, Any] = {"checkpointing": True, "prepared": planner.model_type in LIGER_LOSS}
-    if planner.eager is not None and planner.eager.flex:
+    if planner.eager is not None:
         base["attention"] = FLEX
     engines = [asked.engine]
     if asked.engine is None and devices > 1:

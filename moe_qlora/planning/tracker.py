@@ -1,4 +1,4 @@
-"""Counts the bytes that tensors on the meta device would hold on a GPU."""
+"""Counts the bytes of tensors: those on meta as a GPU would hold them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from ..kernels.limits import cdiv
 
 GRAIN = 512
 """The caching allocator's smallest step, in bytes."""
-
-_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
 
 _INSIDE: dict[str, torch.dtype | None] = {
     # CUDA's first multiplies the gradient by the output.
@@ -27,35 +25,25 @@ _INSIDE: dict[str, torch.dtype | None] = {
 }
 """Operators that allocate a tensor of their output's shape inside, and its dtype if another."""
 
-
 _MOST_KNOWN = 1 << 16
 _made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, dicts and the like."""
-    tensors: list[Tensor] = []
-    for item in tree if type(tree) in (list, tuple) else (tree,):
-        if isinstance(item, Tensor):
-            tensors.append(item)
-        elif type(item) in (list, tuple):
-            tensors += tensors_of(item)
-        elif not isinstance(item, _NO_TENSORS):  # Other containers are rare, and slow to flatten.
-            tensors += (leaf for leaf in tree_flatten(item)[0] if isinstance(leaf, Tensor))
-    return tensors
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A count of the bytes of meta storages that are alive, and of the most since `mark`.
+    """A count of the bytes of storages that are alive, and of the most since `mark`.
 
     The storages of `known`, weights and inputs, are not counted. The model chooses among `experts`.
     """
 
-    grain = GRAIN
-
-    def __init__(self, known: Sequence[Tensor], experts: int = 1) -> None:
+    def __init__(self, known: Sequence[Tensor], experts: int = 1, grain: int = GRAIN) -> None:
         super().__init__()
-        self.experts = experts
+        self.experts, self.grain = experts, grain
         self.live = 0
         self.peak = 0
         self._uncounted = False
@@ -63,7 +51,7 @@ class MemoryTracker(TorchDispatchMode):
         self._seen = {storage._cdata for storage in self._known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # What models ask of contents is whether there is padding, packing or overflow.
             return args[0].dtype == torch.bool or 1
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
@@ -72,8 +60,9 @@ class MemoryTracker(TorchDispatchMode):
             out: Any = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
             out = self._run(func, args, kwargs or {})
-        self.counted(out)
-        if func._schema.name in _INSIDE:
+        for tensor in tensors_of(out):
+            self._count(tensor)
+        if func._schema.name in _INSIDE and out.is_meta:
             self._count(torch.empty_like(out, dtype=_INSIDE[func._schema.name]))
         return out
 
@@ -92,12 +81,6 @@ class MemoryTracker(TorchDispatchMode):
             storage = out.untyped_storage()
             if storage._cdata not in self._seen and storage.nbytes() == out.nbytes:
                 _made[key] = tuple(out.shape), out.stride(), out.dtype
-        return out
-
-    def counted(self, out: Any) -> Any:
-        """Count the tensors that an operation returns, and return them."""
-        for tensor in tensors_of(out):
-            self._count(tensor)
         return out
 
     def empty_uncounted(self, nbytes: int) -> Tensor:

@@ -29,12 +29,11 @@ from ..layout import human_bytes, parse_bytes
 from ..lora.targets import base_model
 from ..packing.decoders import PackedList
 from ..planning import levels
-from ..planning.attention import attended
 from ..planning.blocks import slot_nbytes
 from ..planning.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
 from ..planning.choice import MORE_MEMORY, Choices, Ladder, LayerChoice, counted, sentence
 from ..planning.devices import FRAGMENTATION, gpu_of_device, pace_of
-from ..planning.hosting import ExpertLayer, Hosting, Pace, operations
+from ..planning.hosting import ExpertLayer, Hosting, Pace
 from ..planning.measure import Loss, MeasuredModel
 from .flat_rows import RowMemory, has_flat_rows, limit_lengths
 from .layers import LayerRunner, decoder_layers, runner_of
@@ -200,13 +199,9 @@ class Fit:
                     f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
                     "step of text, which is what is measured."
                 )
-            seconds = {
-                block.name: operations(block.active, batch * seq) / pace.rate
-                for block in measured.blocks
-                if block.name in ran
-            }
-            could = self._could = Hosting(self._expert_layers, self._hosted, pace, seconds)
-            ladder = Ladder.of(attended(measured.base.config, seq))
+            active = {b.name: b.active * batch * seq for b in measured.blocks if b.name in ran}
+            could = self._could = Hosting.of(self._expert_layers, self._hosted, pace, active)
+            ladder = Ladder.of(seq)
             self._choices = Choices(names, ladder, could if could.most else None)
             self._measure_once(levels.KEEP)
             self._resident = _resident(measured, self._device, could.freed(could.most))

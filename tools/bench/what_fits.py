@@ -150,7 +150,7 @@ class Planned:
 
     def cell(self, gpus: str, seq: int) -> Cell:
         """The first setting that fits, else the memory that the smallest needs."""
-        devices, card = devices_of(gpus)
+        devices, card, _ = devices_of(gpus)
         letters = letters_of(len(devices))
         for letter in letters:
             for engine in engines_of(len(devices)):
@@ -180,7 +180,7 @@ class Planned:
         return size
 
     def _cell(self, gpus: str, seq: int, letter: str, engine: str, least: int) -> Cell:
-        devices, card = devices_of(gpus)
+        devices, card, _ = devices_of(gpus)
         if least:  # a size is the size of any card
             devices, card = (least << 30,) * len(devices), PORTABLE
         planner = self.with_engine(letter, engine, len(devices), card)

@@ -20,7 +20,6 @@ from moe_qlora.planning.budget import (
     BlockTensor,
     Engine,
     Settings,
-    Sharding,
 )
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
@@ -128,7 +127,7 @@ def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
 
 def test_fsdp_gathers_the_root_and_two_layers():
     blocks, activities = layers_by_hand()
-    counted = Sharding(Engine("fsdp", 4)).with_gathered(activities, blocks)
+    counted = Engine("fsdp", 4).with_gathered(activities, blocks)
     # Padded to multiples of 4 rows: 100 + 4 + 52 of the root, 8, 8 and 12 of the layers, and of
     # their 9 trained ones 12.
     root, trained = (100 + 4 + 52) * 20, 12 * 4

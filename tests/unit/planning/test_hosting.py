@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_qlora.planning.choice import Choice, Choices, sentence
 from moe_qlora.planning.devices import GPUS, gpu_of_device, pace_of
-from moe_qlora.planning.hosting import ExpertLayer, Hosting, Pace, operations
+from moe_qlora.planning.hosting import ExpertLayer, Hosting, Pace
 from tests.unit.planning.test_choice import MEASURED, model_of, needed, ranks
 
 MB = 1 << 20
@@ -166,7 +166,7 @@ def test_paces_of_cards():
     assert ada.link == 22e9 and ada.rate == pytest.approx(300e12 * 165 / 989)
     assert ada.against_measured == pytest.approx(165 / 989)
     assert pace_of(GPUS["T4"]).link == 11e9 and pace_of(GPUS["RTX5090"]).link == 55e9
-    assert operations(3, 5) == 90
+    assert Hosting.of((), 0, Pace(rate=9), {"a": 15}).seconds == {"a": 10}
     assert all(10 << 30 < gpu.nbytes < 200 << 30 for gpu in GPUS.values())
 
 

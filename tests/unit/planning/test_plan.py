@@ -19,9 +19,17 @@ import moe_qlora
 from moe_qlora.kernels import limits
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.models import named
-from moe_qlora.planning import budget, devices, meta_ops, meta_step
+from moe_qlora.planning import attention as meta_attention
+from moe_qlora.planning import budget, devices, meta_step
 from moe_qlora.planning import plan as planning
-from moe_qlora.planning.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
+from moe_qlora.planning.budget import (
+    Activity,
+    Block,
+    BlockTensor,
+    Settings,
+    StepBudget,
+    optimizer_nbytes,
+)
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
@@ -208,7 +216,7 @@ def test_the_tracker_counts_like_saved_tensors():
 
     tracker = meta_step.MemoryTracker(held, 8)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with tracker, meta_ops.fused_attention(), hooks:
+    with tracker, meta_attention.fused_attention(), hooks:
         loss = model(input_ids=ids, labels=ids).loss
     total = sum(-(-storage.nbytes() // 512) * 512 for storage in saved.values())
     assert loss.requires_grad
@@ -301,9 +309,13 @@ def test_partition_is_the_evenest(seed):
 
 
 def blocks_by_hand() -> tuple[list[Block], list[Activity]]:
-    blocks = [Block("embed", other=100)]
-    blocks += [Block(f"layers.{i}", experts=50, statistics=5, trained=(10,)) for i in range(4)]
-    blocks += [Block("head", other=30)]
+    def block(name: str, statistics: int = 0, **parts: int) -> Block:
+        tensors = (BlockTensor(part, rows, 1, 1) for part, rows in parts.items())
+        return Block(name, tuple(tensors), statistics)
+
+    blocks = [block("embed", other=100)]
+    blocks += [block(f"layers.{i}", 5, experts=50, trained=10) for i in range(4)]
+    blocks += [block("head", other=30)]
     activities = [Activity("embed", 8, 8, 0)]
     activities += [Activity(f"layers.{i}", 20, 40, 60) for i in range(4)]
     activities += [Activity("head", 5, 25, 45)]
