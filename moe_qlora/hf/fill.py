@@ -437,7 +437,11 @@ class Fill:
         dtype = self.dtypes.get(target, tensor.dtype)
         if place.decoder is None:
             rows = Ranks.of(tensor).span(len(tensor)) if tensor.dim() else None
-            return Slot(name, tensor.shape, dtype, device, rows=rows)
+            assert self.files is not None and self.layout is not None
+            # Joined on the host: pieces of an embedding and their sum take two shares of it
+            decodes = any(map(self.files.is_dequantized, self.layout.by_name[name].keys))
+            home = device if decodes else torch.device("cpu")
+            return Slot(name, tensor.shape, dtype, home, rows=rows)
         form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
         turned = self.linears.get(target, False)
         return ShareSlot(tensor, *form, linear=target in self.linears, transposed=turned)
