@@ -149,8 +149,7 @@ def _read(label: str, where: str, trust_remote_code: bool) -> Source:
             for name in sorted(parts):
                 part = getattr(config, name, None)
                 if part is not None and not isinstance(part, PretrainedConfig):
-                    kind = config.model_type
-                    raise ValueError(f"{name} is {part!r:.80}, no configuration of a {kind}'s part")
+                    raise ValueError(f"{name} is {part!r:.80}, which is no configuration")
             # Kernels of the hub are code too, and nothing here computes.
             config._attn_implementation = config._experts_implementation = None
     except Exception as error:
@@ -217,6 +216,7 @@ def _of_model_type(model_type: str) -> Source:
         entry = registry.load(model_type)
         fields = entry.published_config if entry.published else entry.tiny_config
         sizes = sizes if entry.published else "a tiny configuration: its default builds no model"
+        sizes += "".join(f"; {name} has its own" for name in [*entry.checkpoints][:1])
     note = f"{model_type} is a model type, in bfloat16: sizes are those of {sizes}."
     return Source(model_type, transformers.CONFIG_MAPPING[model_type](**fields), notes=(note,))
 

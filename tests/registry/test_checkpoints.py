@@ -110,5 +110,5 @@ def test_a_local_folder_of_that_name_wins(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
 def test_a_default_configuration_is_called_so_first(name):
     note = named.resolve(name).notes[0]
-    assert note.startswith(f"{name} is a model type: sizes are those of its default configuration")
+    assert note.startswith(f"{name} is a model type, in bfloat16: sizes are those of its default")
     assert ("Qwen/Qwen3" in note) is (name == "qwen3_moe")
