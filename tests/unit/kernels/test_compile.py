@@ -414,6 +414,7 @@ def main() -> None:
     workspace.set_workspace_cap(None)
     layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, 16)
     layer_of(gates("silu"), "nf4", True, False, False, 128, 16)
+    target.capability = 90
     layer_of(clamped, "fp4", False, True, True, 4, 180, torch.float16)
     layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, 16)
     layer_of(clamped, "mxfp4", True, False, True, 16, 64)
