@@ -48,19 +48,18 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    ladder = Ladder.of(seq)
-    choices = Choices(layers, ladder, hosting)
+    choices = Choices(layers, Ladder.of(seq), hosting)
     choice = none = choices.at(choices.path[0], activities)
     if fits(none):
-        for level in ladder.levels[1:]:
+        for level in choices.ladder.levels[1:]:
             activities[level], more = planner.activities(batch, seq, capacities, level=level)
             workspace = max(workspace, more)
         choice = choices.most_kept(activities, fits) or none
     peak, use = fullest(choice)
     times = 1.0 if choice is none else choices.gain(choice)
     saved = choices.saved_by(choice)
-    found = choice.layers(hosting)
-    return PlannedFit(found, peak, _needed(peak), use.capacity, times, hosting, saved)
+    found = choice.layers(hosting), peak, _needed(peak), use.capacity
+    return PlannedFit(*found, times, hosting, saved)
 
 
 def _needed(peak: int) -> int:
@@ -71,7 +70,8 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
     """Return the largest multiple of `grain` that fits as "seq" or "batch", 0 where none does.
 
     A step is nearly affine in its tokens: each size that is tried is where the line through the two
-    that are nearest to the last one ends, at first through no tokens. It is within 1/128.
+    that are nearest to the last one ends, at first through no tokens, or half way where that is
+    ruled out already. It is within 1/128.
     """
     settings = planner.settings
 
@@ -88,13 +88,17 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
     low, high = 0, limit // grain + 1
     guess = min(max(getattr(settings, name) // grain, 1), high - 1)
     tried = {0: fullness((tuple(Activity(a.name, 0, 0, 0) for a in step(guess)[0]), 0))}
-    while high - low > max(1, low // 128) and guess not in tried:
+    while high - low > max(1, low // 128):
         tried[guess] = fullness(step(guess))
         low, high = (guess, high) if tried[guess] <= 1 else (low, guess)
         first, second = sorted(tried, key=lambda size: abs(size - guess))[:2]
         slope = (tried[second] - tried[first]) / (second - first)
         end = first + (1 - tried[first]) / slope if slope > 0 else high
-        guess = int(min(max(end, low), high - 1))
+        if low and low <= end < low + 1 and tried[low] > 1 - 1 / 128:
+            break
+        if not low <= end < high:
+            end = (low + high) / 2 if high in tried else high - 1
+        guess = max(int(end), low + 1)
     return low * grain
 
 
