@@ -23,8 +23,8 @@ from .operands import (
     LoraFactors,
     PackedOperand,
     active_lora,
+    known_record,
     read_operand,
-    read_record,
     record_of,
 )
 
@@ -84,7 +84,7 @@ def choose_backend(module: Any, call: Call) -> Backend:
         return _decide(module, call)
     x, packed = call.x, cast(Any, call.weights)
     weights = tuple(w and (w.serial or w.spec, w.codes.device, type(w.codes)) for w in packed)
-    lora = tuple(tuple((f.scaling, f.a.dtype, len(f.a), f.drops) for f in fs) for fs in call.lora)
+    lora = tuple(tuple((f.scaling, f.a.dtype, f.a.shape, f.drops) for f in fs) for fs in call.lora)
     biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
     trained = tuple(bias.requires_grad for bias in biases)
     card = call.card or planned_card(x.device)
@@ -265,7 +265,7 @@ def find_gate(module: Any) -> tuple[Any, ...] | None:
     No name says what a gate computes: it is compared once, on the CPU in fp64, with every
     combination of the kernels' activations and the module's numbers. The module's record has it.
     """
-    record = read_record(module)
+    record = known_record(module)
     if not record.gate_sought and not torch.compiler.is_compiling():
         record = record_of(module)
         record.gate, record.gate_sought = _find_gate(module), True

@@ -38,7 +38,7 @@ from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
 from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
 from .kept import pop_saved, save
-from .operands import read_record, record_of
+from .operands import known_record, record_of
 from .projection import no_autocast
 
 IMPLEMENTATION = "moe_qlora"
@@ -88,7 +88,7 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         if id(config) in configs and dispatches(module):
             _prepare(module, getattr(config, "_experts_implementation", None))
     for module in served:
-        if not read_record(module).activated:  # of Liger's class
+        if not known_record(module).activated:  # of Liger's class
             module.__dict__.update(forward_override.LIGER_INTERFACE)
             _prepare(module, None)
         parametrize.extend_class(module, _class_members)
@@ -103,7 +103,7 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 def deactivate(model: nn.Module) -> None:
     """Give every experts module back the implementation that it had before `activate`."""
     for module in model.modules():
-        if not read_record(module).activated:
+        if not known_record(module).activated:
             continue
         record = record_of(module)
         record.activated = False
@@ -137,7 +137,7 @@ def asks_for_lora(module: Any) -> bool:
     bound = forward_override.bound_forward(module)
     if not parametrize.holds_packed(module) or bound is not None:
         return False
-    if not read_record(module).activated and not goes_through_interface(module):
+    if not known_record(module).activated and not goes_through_interface(module):
         return False
     config = getattr(module, "config", None)
     return config is None or config._experts_implementation == IMPLEMENTATION
@@ -203,7 +203,7 @@ def _previous_forward(module: Any) -> Any:
 
     own: Any = forward_override.class_forward(module)
     eager = getattr(own, "__wrapped__", own)
-    previous = read_record(module).previous
+    previous = known_record(module).previous
     if previous in (None, "eager", IMPLEMENTATION):
         return eager
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)

@@ -130,10 +130,12 @@ _NO_RECORD = ExpertsRecord()  # Of modules without one, where none can be made: 
 
 def record_of(module: nn.Module) -> ExpertsRecord:
     """Return a module's record to change it; made on first use."""
-    return cast(ExpertsRecord, module.__dict__.setdefault(_RECORD, ExpertsRecord()))
+    if (record := module.__dict__.get(_RECORD)) is None:
+        record = module.__dict__[_RECORD] = ExpertsRecord()
+    return cast(ExpertsRecord, record)
 
 
-def read_record(module: nn.Module) -> ExpertsRecord:
+def known_record(module: nn.Module) -> ExpertsRecord:
     """Return a module's record to read it."""
     return cast(ExpertsRecord, module.__dict__.get(_RECORD, _NO_RECORD))
 
@@ -145,10 +147,10 @@ def set_lora_source(module: nn.Module, source: Any) -> None:
 
 def lora_source(module: nn.Module) -> Any:
     """Return the module's source of LoRA factors, or None."""
-    return read_record(module).lora
+    return known_record(module).lora
 
 
 def active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
     """Return the LoRA factors of one expert parameter that are active now."""
-    source = read_record(module).lora
+    source = known_record(module).lora
     return () if source is None else source.active_lora(name)

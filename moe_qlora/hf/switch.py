@@ -34,10 +34,10 @@ _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 _MERGE = "merge_quantization_configs"
 
 
-class Block(NamedTuple):
-    """What blocks of `enabled` ask of the loads within."""
+class EnabledOptions(NamedTuple):
+    """Options of one `enabled` block, or of all open ones, for the loads within."""
 
-    skip_modules: tuple[str, ...]  # patterns of what stays unpacked
+    skip_modules: tuple[str, ...]  # patterns of modules that stay unpacked
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
     offload: bool  # whether packed experts are loaded into host memory
 
@@ -45,7 +45,7 @@ class Block(NamedTuple):
 _lock = threading.RLock()
 # (stock, ours): quantizer classes by method, and the class method that chooses a config
 _replaced: dict[str, tuple[Any, Any]] = {}
-_blocks: list[Block] = []  # that are open
+_blocks: list[EnabledOptions] = []  # that are open
 _always = False
 
 
@@ -98,7 +98,7 @@ def enabled(
     """
     if offload not in (False, True):
         raise ConfigError(f"offload is {offload!r}; give True or False.")
-    block = Block(tuple(skip_modules), keep_codes, bool(offload))
+    block = EnabledOptions(tuple(skip_modules), keep_codes, bool(offload))
     with _lock:
         _install()
         _blocks.append(block)
@@ -110,12 +110,12 @@ def enabled(
             _restore()
 
 
-def asked() -> Block:
+def asked() -> EnabledOptions:
     """Return the settings of all open blocks together."""
     blocks = tuple(_blocks)
     skips = dict.fromkeys(name for block in blocks for name in block.skip_modules)
     keep_codes = any(block.keep_codes for block in blocks)
-    return Block(tuple(skips), keep_codes, any(block.offload for block in blocks))
+    return EnabledOptions(tuple(skips), keep_codes, any(block.offload for block in blocks))
 
 
 def _install() -> None:

@@ -124,11 +124,8 @@ def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) ->
     packed = {id(part.weight.owner) for part in held}
     linears = unit.modules() if isinstance(unit, nn.Module) else ()
     plain = {id(m.weight): m.weight for m in linears if isinstance(m, nn.Linear)}
-    active = sum(
-        weight.numel()
-        for key, weight in plain.items()
-        if key not in packed and not weight.requires_grad
-    )
+    frozen = [w for key, w in plain.items() if key not in packed and not w.requires_grad]
+    active = sum(weight.numel() for weight in frozen)
     for part in held:
         numel, experts = part.weight.numel, part.weight.experts
         active += numel if part.linear else numel * min(top_k, experts) // experts

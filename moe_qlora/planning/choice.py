@@ -153,7 +153,7 @@ class Choices:
     def most_kept(
         self, activities: ActivitiesByLevel, fits: Callable[[Choice], bool]
     ) -> Choice | None:
-        """Return the last choice on the path that fits; None where none does."""
+        """Return the last choice on the path that fits, if any does."""
         choices = (self.at(place, activities) for place in reversed(self.path))
         return next(filter(fits, choices), None)
 

@@ -98,8 +98,7 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if compiles and torch.is_grad_enabled():
             args = _alike(args, kwargs)
-        inner = level in (PART, ATTENTION)
-        does, function = (part, own) if inner else (compute, whole)
+        does, function = (part, own) if level in (PART, ATTENTION) else (compute, whole)
         return does(level, function, args, kwargs, preserve_rng_state=preserve_rng_state)
 
     return run

@@ -201,8 +201,7 @@ class Fit:
                 )
             active = {b.name: b.active * batch * seq for b in measured.blocks if b.name in ran}
             could = self._could = Hosting.of(self._expert_layers, self._hosted, pace, active)
-            ladder = Ladder.of(seq)
-            self._choices = Choices(names, ladder, could if could.most else None)
+            self._choices = Choices(names, Ladder.of(seq), could if could.most else None)
             self._measure_once(levels.KEEP)
             self._resident = _resident(measured, self._device, could.freed(could.most))
             return int(self._needed_at(last()) <= self.memory)
@@ -217,8 +216,7 @@ class Fit:
     def _chosen(self, memory: int) -> int:
         """Return the last place on the path that fits into `memory`."""
         path = self._choices.path
-        computed_again = (at for at, (_, steps) in enumerate(path) if not steps)
-        least = min(map(self._needed_at, computed_again))
+        least = min(self._needed_at(at) for at, (_, steps) in enumerate(path) if not steps)
         if least > memory:
             most = self._could.most
             where = f" and has experts of {most} in host memory" if most else ""

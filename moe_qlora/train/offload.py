@@ -34,7 +34,7 @@ from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from ..planning.hosting import ALIGNMENT, SLOTS
 from .layers import decoder_layers
-from .slots import Copier, Slot, Slots
+from .slots import Copier, DeviceSlot, Slots
 
 
 class HostMemory(mmap.mmap):
@@ -219,7 +219,7 @@ class Offload:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def fetch(self, block: _Layer, training: bool) -> tuple[Slot, object]:
+    def fetch(self, block: _Layer, training: bool) -> tuple[DeviceSlot, object]:
         """Return the slot with a layer's experts, and what reserves it."""
         with self._lock:
             block.write(self._slots)
@@ -306,7 +306,7 @@ class _Hosted:
             self._parts.append((self.end, tensor.nbytes))
             self.end += cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT
         # In each slot; a slot that is gone is not kept by its memory
-        self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
+        self._views: WeakKeyDictionary[DeviceSlot, PackedWeight] = WeakKeyDictionary()
         self.seen: Any = None  # `state` of what lies in host memory
 
     @property

@@ -70,7 +70,7 @@ class Copier:
             return self.stream.record_event()
 
 
-class Slot:
+class DeviceSlot:
     """Memory on the device, and whose copy it holds."""
 
     def __init__(self, memory: Tensor, stream: Any) -> None:
@@ -86,7 +86,7 @@ class Slot:
 class Lease:
     """Keeps a slot as it is, as long as this object is referenced."""
 
-    def __init__(self, slot: Slot, stream: Any) -> None:
+    def __init__(self, slot: DeviceSlot, stream: Any) -> None:
         self.slot, self.stream = slot, stream
         slot.leases.add(id(self))
 
@@ -104,10 +104,10 @@ class Slots:
     def __init__(self, count: int, nbytes: int, copier: Copier) -> None:
         self.copier, self.copies = copier, 0
         self._count, self._nbytes = count, nbytes
-        self._slots: list[Slot] = []
+        self._slots: list[DeviceSlot] = []
         self._lock = threading.Lock()
 
-    def fetch(self, block: Any, following: Any | None) -> tuple[Slot, Lease | None]:
+    def fetch(self, block: Any, following: Any | None) -> tuple[DeviceSlot, Lease | None]:
         """Return the slot with a block's copy, and what reserves it; then copy `following`.
 
         What the caller's stream is given from now on waits for the copy. In the recording of a
@@ -141,7 +141,7 @@ class Slots:
                 self._copy(following, ahead)
         return slot, lease
 
-    def slot(self, block: Any) -> Slot:
+    def slot(self, block: Any) -> DeviceSlot:
         """Return the slot of a block, whatever it holds now."""
         while len(self._slots) < self._count:
             self._slots.append(self._new(self._nbytes))
@@ -156,11 +156,11 @@ class Slots:
                         slot.ready.synchronize()
                     slot.block = None
 
-    def _new(self, nbytes: int) -> Slot:
+    def _new(self, nbytes: int) -> DeviceSlot:
         with torch.inference_mode(False):  # Else nothing outside could be copied to it
-            return Slot(self.copier.empty(nbytes), self.copier.here())
+            return DeviceSlot(self.copier.empty(nbytes), self.copier.here())
 
-    def _copy(self, block: Any, slot: Slot) -> None:
+    def _copy(self, block: Any, slot: DeviceSlot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
         to = slot.memory[: block.memory.nbytes]
         slot.ready = self.copier.copy(to, block.memory, slot.marks.values())

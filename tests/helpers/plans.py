@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import Qwen3MoeConfig
 
 from moe_qlora.planning.plan import plan_settings
 from moe_qlora.planning.report import MemoryPlan
+from moe_qlora.testing import tiny_model
 
 DOUBLE = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 DOUBLE |= {"bnb_4bit_compute_dtype": "bfloat16"}
@@ -31,6 +33,12 @@ def small(**changes: Any) -> Qwen3MoeConfig:
     sizes = {"num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 64, "head_dim": 16}
     sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
     return qwen3_30b(**(sizes | {"num_experts": 8, "num_experts_per_tok": 2} | changes))
+
+
+def config_of(family: str = "qwen3_moe", layers: int = 4, **sizes: Any) -> Any:
+    """Return the configuration of a tiny model with enough layers for some to repeat."""
+    sizes = {"num_hidden_layers": layers, "layer_types": None} | sizes
+    return tiny_model(family, device="meta", dtype=torch.bfloat16, **sizes).config
 
 
 _OTHERS = ("lora_config", "gpus", "engine", "memory", "search")

@@ -102,6 +102,12 @@ def slow_delta(wrapper: Any, a: Tensor, b: Tensor, adapter: str = "default") -> 
     return whole * (wrapper.lora_alpha[adapter] / rank)
 
 
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    result: Tensor = model(input_ids=ids).logits
+    return result
+
+
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
     """Whether the largest difference is that small beside the largest value."""
     scale = right.abs().max().clamp(min=1e-12)

@@ -242,6 +242,13 @@ def test_what_does_not_suit_is_left_to_the_projections(case):
 def test_each_reason_against_the_fused_layer(case, monkeypatch):
     module, _, (x, *_) = case
     assert choice(module, x[:0]).reason == "there are no tokens"
+    monkeypatch.setattr(module, "has_bias", True)
+    biases = [nn.Parameter(torch.zeros(E, 1), requires_grad=False) for _ in range(2)]
+    module.gate_up_proj_bias, module.down_proj_bias = biases
+    assert choice(module, x) == backend.FUSED
+    biases[1].requires_grad_()
+    assert choice(module, x).reason == "down_proj_bias is trained"
+    monkeypatch.setattr(module, "has_bias", False)
     monkeypatch.setattr(module, "has_post_expert_norm", True, raising=False)
     record_of(module).backends.clear()
     assert "a norm stands between" in choice(module, x).reason

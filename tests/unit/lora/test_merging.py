@@ -13,6 +13,7 @@ import torch
 import training
 from bitsandbytes import functional as bnb_functional
 from peft import LoraConfig
+from small_models import logits
 from torch import Tensor, nn
 from training import SETTINGS, loaded
 from transformers import AutoModelForCausalLM
@@ -21,7 +22,6 @@ import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
-IDS = torch.randint(0, 60, (2, 7), generator=torch.Generator().manual_seed(0))
 KINDS = ("nf4", "int8")
 pytestmark = pytest.mark.filterwarnings("ignore:Merge lora module:UserWarning")
 
@@ -78,12 +78,6 @@ def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             )
     for name, module, leaf in parametrize.iter_packed(model):
         yield f"{name}.{leaf}", parametrize.read_packed(module, leaf).codes
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    result: Tensor = model(input_ids=IDS).logits
-    return result
 
 
 @pytest.mark.parametrize("kind", KINDS)

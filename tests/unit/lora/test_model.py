@@ -14,8 +14,8 @@ import small_models
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from small_models import IDS, close, decoded, fill, lora_config
-from torch import Tensor, nn
+from small_models import IDS, close, decoded, fill, logits, lora_config
+from torch import nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -34,11 +34,6 @@ def build(model_type: str = "qwen3_moe") -> Any:
 def unpacked(model_type: str = "qwen3_moe") -> Any:
     """The same model with plain weights: what stock PEFT adapts."""
     return decoded(small_models.build(model_type))
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
 
 
 def lora_names(model: nn.Module) -> list[str]:

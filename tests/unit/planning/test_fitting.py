@@ -6,7 +6,6 @@ import json
 from functools import cache
 
 import pytest
-import torch
 
 from moe_qlora.kernels.limits import cdiv
 from moe_qlora.kernels.routing import ints_size
@@ -15,19 +14,12 @@ from moe_qlora.planning.choice import LEVELS
 from moe_qlora.planning.devices import CONTEXT_BYTES
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
-from moe_qlora.testing import tiny_model
-from tests.helpers.plans import plan
+from tests.helpers.plans import config_of, plan
 
 pytestmark = pytest.mark.usefixtures("steps_run_once")
 
 SEQ = 512
 ASKED = {"targets": "attention,experts", "seq": SEQ, "search": False}
-
-
-def config_of(family="qwen3_moe", layers=4):
-    return tiny_model(
-        family, device="meta", dtype=torch.bfloat16, num_hidden_layers=layers, layer_types=None
-    ).config
 
 
 def planner_of(family, **settings):

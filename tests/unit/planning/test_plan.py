@@ -476,6 +476,18 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
         ({"gpus": "2xH10"}, "nor a card that is known (did you mean H100"),
         ({"gpus": "A100"}, "write A100-80GB or A100-40GB"),
         *(({"gpus": text}, "gpus: ") for text in ("", "2x", "24GX", "-1GiB", "0x24GiB", "2*3*4G")),
+        ({"engine": "zero"}, "engine is 'zero'; give ddp or fsdp, or with ranks, as in fsdp:4."),
+        ({"engine": "ddp"}, "ddp takes the number of ranks from gpus: give gpus, or ddp:2."),
+        ({"engine": "ddp", "gpus": "1x80GiB"}, "ddp is 1; give the number of ranks, 2 or more."),
+        ({"fsdp": 1}, "fsdp is 1; give the number of ranks, 2 or more."),
+        ({"engine": "fsdp:two"}, "fsdp is two; give the number of ranks, 2 or more."),
+        ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has a GPU to itself"),
+        ({"fsdp": 2, "gpus": "24GiB"}, "at least 2 GPUs, or leave fsdp out."),
+        (
+            {"ddp": 4, "gpus": "8x80GiB"},
+            "layers are not spread over several; give 8 ranks, or 4",
+        ),
+        ({"fsdp": 3, "gpus": "8x80GiB"}, "fsdp is 3, which does not divide the 8 GPUs of gpus"),
     ],
 )
 def test_settings_that_make_no_sense(asked, message):

@@ -7,7 +7,6 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -16,19 +15,14 @@ from moe_qlora.planning.blocks import packed_parts
 from moe_qlora.planning.choice import LEVELS
 from moe_qlora.planning.devices import CONTEXT_BYTES
 from moe_qlora.testing import tiny_model
-from tests.helpers.plans import plan
+from tests.helpers.plans import config_of, plan
 
 pytestmark = pytest.mark.usefixtures("steps_run_once")
 
 ASKED = {"targets": "attention,experts", "seq": 512, "search": False}
 
 
-def config_of(family="qwen3_moe", layers=6, **overrides):
-    overrides = {"num_hidden_layers": layers, "layer_types": None} | overrides
-    return tiny_model(family, device="meta", dtype=torch.bfloat16, **overrides).config
-
-
-LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128)
+LARGE = config_of(layers=6, hidden_size=256, moe_intermediate_size=512, num_experts=128)
 """Its experts are most of what a step takes."""
 
 

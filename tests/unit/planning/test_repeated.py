@@ -5,28 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import pytest
-import torch
 from peft import LoraConfig
 
 from moe_qlora.planning import planner as planning
 from moe_qlora.planning.budget import Settings
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
-from moe_qlora.testing import tiny_model
-from tests.helpers.plans import plan
+from tests.helpers.plans import config_of, plan
 
 NUMBERED = (
     ({}, {"targets": "layers.4.self_attn.q_proj"}),
     ({}, {"lora_config": LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 4])}),
     ({"llm_int8_skip_modules": ["model.layers.2.self_attn", "lm_head"]}, {}),
 )
-
-
-def config_of(family, layers=5):
-    """The configuration of a tiny model with enough layers for some to repeat."""
-    return tiny_model(
-        family, device="meta", dtype=torch.bfloat16, num_hidden_layers=layers, layer_types=None
-    ).config
 
 
 def of_all_layers(monkeypatch, *args, **settings):
@@ -66,7 +57,7 @@ def test_repeated_layers_are_empty():
 @pytest.mark.parametrize(("packing", "settings"), NUMBERED)
 def test_settings_that_name_a_layer_take_them_all(packing, settings, monkeypatch):
     """What names layers by number makes them differ, so that none stands for another."""
-    config = config_of("qwen3_moe")
+    config = config_of(layers=5)
     quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", **packing}
     made = plan(config, quantization, seq=64, **settings)
     plain = plan(config, {**quantization, "llm_int8_skip_modules": None}, seq=64)

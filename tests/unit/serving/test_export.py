@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from small_models import fill
+from small_models import fill, logits
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
@@ -34,7 +34,6 @@ FAMILIES = {
     ),
     "gpt_oss": ("model.layers.0.mlp.experts", ()),
 }
-IDS = torch.randint(5, 100, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def experts_of(model: Any) -> list[str]:
@@ -73,11 +72,6 @@ def adapters(
 
 def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=IDS).logits
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

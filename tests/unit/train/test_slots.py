@@ -33,3 +33,15 @@ def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
         held.append(lease)
         del lease
     assert not device.faults
+
+
+def test_a_slot_that_is_leased_keeps_its_block() -> None:
+    every, device = blocks(3), Delayed()
+    made = Slots(2, 8, device)
+    slot, lease = made.fetch(every[0], None)
+    other, _ = made.fetch(every[2], None)  # Whose slot is the same one
+    assert lease is not None and other is not slot
+    assert (value(slot), value(other)) == (0, 2)
+    del lease
+    assert made.fetch(every[2], None)[0] is slot and value(slot) == 2
+    assert not device.faults
