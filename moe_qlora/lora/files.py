@@ -26,6 +26,7 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings
@@ -34,7 +35,6 @@ from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
-from ..packing.parametrize import share_like
 from ..world import NOT_GIVEN, WholeTensor, runs_distributed, world
 from .targets import WARNING
 
@@ -97,9 +97,13 @@ def use_own_files(model: PeftModel) -> None:
 
 
 def _shard(model: nn.Module, tensors: dict[str, Any], *_: Any) -> None:
-    # As PEFT does, from 0.21.1 on.
-    own = dict(model.named_parameters())
-    tensors |= {name: share_like(tensors[name], own[name]) for name in own.keys() & tensors.keys()}
+    # Shares in place of whole tensors, as PEFT has them from 0.21.1 on.
+    for name, own in model.named_parameters():
+        if name in tensors and isinstance(own, DTensor):
+            device = own.to_local().device
+            whole = tensors[name] if device.type == "meta" else tensors[name].to(device)
+            place = own.device_mesh, own.placements
+            tensors[name] = distribute_tensor(whole, *place, src_data_rank=None)
 
 
 def _is_alias(model: PeftModel, key: str, adapter_name: str) -> bool:

@@ -75,7 +75,9 @@ def wrap_parameter(
             break
         outer, inner = inner, inner.base_layer
     wrapper = ParamWrapper(inner, adapter_name, parameter_name, config=config, **kwargs)
-    wrapper.connect(source or ExpertAdapters())
+    wrapper.lora_source = source = source or ExpertAdapters()
+    source.wrappers[parameter_name] = wrapper
+    set_lora_source(base, source)
     if outer is None:
         return wrapper
     outer.base_layer = wrapper
@@ -128,12 +130,6 @@ class ParamWrapper(StockParamWrapper):
         if probability > 0.0:
             check_dropout(self.parameter_name, self.get_base_layer(), probability)
             self.lora_dropout[adapter_name] = nn.Dropout(p=probability)
-
-    def connect(self, source: ExpertAdapters) -> None:
-        """Make this wrapper the LoRA source of its parameter in the module's forward."""
-        source.wrappers[self.parameter_name] = self
-        self.lora_source = source
-        set_lora_source(self.get_base_layer(), source)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)

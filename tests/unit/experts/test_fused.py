@@ -285,12 +285,6 @@ def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
     assert "cuda:0, or are not right there" in reason
 
 
-def test_xpu_is_refused_for_its_launches():
-    reason = backend._device_obstacle(torch.device("xpu", 1), None)
-    assert "launched by CUDA or ROCm, not xpu:1 (XPU is not tested)" in reason
-    assert not backend.kernels_run(torch.device("xpu", 1))
-
-
 @pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])
 def test_few_frames_lie_between_the_forward_and_a_launch(case, way, monkeypatch):
     """Of this package, both ends included; torch's own, as of autograd, are not counted."""

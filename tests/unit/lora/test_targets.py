@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3")
+LEAVES = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def build(model_type: str, *, packed: bool = True) -> Any:
@@ -86,19 +87,15 @@ def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> No
     assert existing == before and excluded is not existing
     excluded.append("more")
     assert "more" not in moe_qlora.exclude_modules(toy)
-
-
-@pytest.mark.parametrize("existing", [None, ["a"], {"a"}, "a|b", ""])
-def test_nothing_is_added_where_nothing_is_packed(existing: Any) -> None:
-    expected = existing if isinstance(existing, str) else list(existing or [])
-    assert moe_qlora.exclude_modules(Toy(), existing) == expected
-    assert moe_qlora.target_parameters(Toy(), existing) == expected
+    assert moe_qlora.exclude_modules(Toy(), existing) == own  # where nothing is packed
+    assert moe_qlora.target_parameters(Toy(), existing) == own
 
 
 @pytest.mark.parametrize("existing", ["lm_head", r".*\.o_proj|x", "(?i:LM_HEAD)", ""])
 def test_a_string_becomes_one_regex(existing: str) -> None:
     pattern = moe_qlora.exclude_modules(packed_toy(), existing)
     assert isinstance(pattern, str)
+    assert moe_qlora.exclude_modules(Toy(), existing) == existing
     for path in TOY_PATHS:
         assert re.fullmatch(pattern, path)
     assert bool(re.fullmatch(pattern, "lm_head")) == ("head" in existing.lower())
@@ -107,16 +104,16 @@ def test_a_string_becomes_one_regex(existing: str) -> None:
         assert not re.fullmatch(pattern, path)
 
 
+@pytest.mark.parametrize("modules", ["all-linear", LEAVES], ids=["all-linear", "leaves"])
 @pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("through", ["moe_qlora", "stock peft"])
-def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through: str) -> None:
+def test_linear_layers_get_lora_and_nothing_else(model_type: str, modules: Any) -> None:
+    """Also those with the leaf names that stock PEFT turns into target_parameters."""
     model = build(model_type)
     expected = linear_names(model)
-    config = LoraConfig(target_modules="all-linear", r=4)
-    if through == "moe_qlora":
-        wrapped = moe_qlora.get_peft_model(model, config)
-    else:
-        wrapped = peft.get_peft_model(model, moe_qlora.adapt_lora_config(model, config))
+    if modules is LEAVES:
+        expected = {name for name in expected if name.rpartition(".")[2] in LEAVES}
+    config = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules=modules, r=4))
+    wrapped = peft.get_peft_model(model, config)
     assert adapted_layers(wrapped) == expected
     wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
@@ -157,16 +154,6 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
     trained(**inputs)
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_the_rewritten_types_keep_their_linears(model_type: str) -> None:
-    """Types for which stock PEFT turns leaf names into target_parameters, the router included."""
-    model = build(model_type)
-    leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    expected = {name for name in linear_names(model) if name.rpartition(".")[2] in leaves}
-    wrapped = moe_qlora.get_peft_model(model, LoraConfig(target_modules=sorted(leaves)))
-    assert adapted_layers(wrapped) == expected
-
-
 def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
     model = build("deepseek_v3")
     config = LoraConfig(
@@ -176,9 +163,11 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
     assert adapted_layers(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
 
 
-@pytest.mark.parametrize("options", [{}, {"layers_pattern": "layers"}], ids=str)
-@pytest.mark.parametrize("experts", [True, ["down"]], ids=str)
-@pytest.mark.parametrize("layers", [1, [1]], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "experts", "options"),
+    [(1, True, {}), ([1], ["down"], {"layers_pattern": "layers"})],
+    ids=str,
+)
 def test_layers_to_transform_hold_for_experts(layers: Any, experts: Any, options: Any) -> None:
     config = LoraConfig(target_modules=["q_proj"], layers_to_transform=layers, **options)
     wrapped = moe_qlora.get_peft_model(build("qwen3_moe"), config, experts=experts)
