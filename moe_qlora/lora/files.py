@@ -7,13 +7,13 @@ whose files then replace the old ones.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MethodType
@@ -220,14 +220,7 @@ def reading(adapter: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_pretrained(
-    self: Any,
-    save_directory: str | os.PathLike[str],
-    safe_serialization: bool = True,
-    selected_adapters: list[str] | None = None,
-    save_embedding_layers: str | bool = "auto",
-    is_main_process: bool = True,
-    path_initial_model_for_weight_conversion: str | None = None,
-    **kwargs: Any,
+    self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
 ) -> None:
     """Save adapters as `PeftModel.save_pretrained` does; in a distributed run, on the first rank.
 
@@ -237,32 +230,28 @@ def save_pretrained(
     Raises:
         CheckpointError: The folder cannot be written, or another rank was lost in the gather.
     """
-    stock = partial(
-        type(self).save_pretrained,
-        self,
-        safe_serialization=safe_serialization,
-        selected_adapters=selected_adapters,
-        save_embedding_layers=save_embedding_layers,
-        path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion,
-        **kwargs,
-    )
+    stock = type(self).save_pretrained
     if not runs_distributed():
-        stock(save_directory, is_main_process=is_main_process)
+        stock(self, save_directory, *args, **kwargs)
         return
-    ranks = world()
-    folder = absolute(os.fspath(save_directory))
-    state_dict = ranks.state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
+    call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
+    call.apply_defaults()
+    asked = {**call.arguments, **call.arguments["kwargs"]}
+    for name in ("self", "save_directory", "kwargs"):
+        del asked[name]
+    ranks, folder = world(), absolute(os.fspath(save_directory))
+    state_dict = ranks.state_dict_to_save(self, asked.pop("state_dict", NOT_GIVEN))
     if state_dict is None:
         return
     tensors: dict[str, WholeTensor] = {}
     if ranks.is_divided(self, state_dict):
-        names = selected_adapters or list(self.peft_config)
-        tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
+        names = asked["selected_adapters"] or list(self.peft_config)
+        tensors = _adapter_tensors(self, state_dict, names, asked["save_embedding_layers"])
     if not ranks.is_first() and not any(tensor.divided for tensor in tensors.values()):
         return
 
     def write(read: Callable[[str], Tensor]) -> None:
-        if not is_main_process:
+        if not asked["is_main_process"]:
             return
         # Before the folder is locked, and nothing divided is left: PEFT gathers that, on this rank.
         whole = {
@@ -272,7 +261,7 @@ def save_pretrained(
         with staging(folder, inside=True) as work:
             if (folder / CARD).is_file():  # PEFT adds to it
                 shutil.copyfile(folder / CARD, work / CARD)
-            stock(str(work), is_main_process=True, state_dict=whole)
+            stock(self, str(work), **asked, state_dict=whole)
             move_files(work, folder, CONFIG)
 
     ranks.gather_to_first(tensors, write, f"Saving the adapter to {folder}")

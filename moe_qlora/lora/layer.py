@@ -293,15 +293,13 @@ class ParamWrapper(StockParamWrapper):
             a, b = self.lora_A[name].weight, self.lora_B[name].weight
             factors = self._oriented(a.to(device, wide), b.to(device, wide))
             products.append((*factors, self.scaling[name]))
-        stacked = len(packed.shape) == 3  # else one matrix, of any number of experts
-        for expert in range(packed.shape[0] if stacked else 1):
-            if stacked:
-                total = codec.unpack_range(packed, expert, expert + 1, dtype=wide)[0]
-            else:
-                total = codec.unpack(packed).to(wide)
+        # One expert at a time, or one matrix of any number of them
+        rows = 1 if len(packed.shape) == 3 else packed.shape[0]
+        for expert, first in enumerate(range(0, packed.shape[0], rows)):
+            total = codec.unpack_range(packed, first, first + rows, dtype=wide)
             for left, right, scaling in products:
-                total.addmm_(left[expert], right[expert], alpha=scaling)
-            (out[expert] if stacked else out).copy_(total)
+                total.view(packed.shape[-2:]).addmm_(left[expert], right[expert], alpha=scaling)
+            out[first : first + rows] = total
         return out
 
     def _replace(self, weight: Tensor) -> None:

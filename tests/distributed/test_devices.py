@@ -72,11 +72,6 @@ def train(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tenso
     return loss.detach().cpu(), grads
 
 
-@pytest.mark.parametrize("kind", ["auto", "balanced"])
-def test_loading_spreads_the_model_evenly(folder: Path, kind: str) -> None:
-    assert_even(load(folder, kind))
-
-
 @pytest.mark.parametrize("settings", [None, {"load_in_8bit": True}], ids=["nf4", "int8"])
 def test_two_devices_compute_what_one_does(folder: Path, settings: Any) -> None:
     ids = torch.randint(0, 4096, (2, 64), generator=torch.Generator().manual_seed(0)).cuda(0)

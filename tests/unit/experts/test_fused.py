@@ -108,34 +108,19 @@ def checkpointed(function, *parts):
     return torch.utils.checkpoint.checkpoint(function, *parts, use_reentrant=False)
 
 
-@pytest.fixture
-def finished(monkeypatch):
-    """How often second products have been computed."""
-    kernels = fused.layer_kernels()
-    calls = []
+@pytest.mark.parametrize("needed", [False, True], ids=["left out", "saved later"])
+def test_a_recomputation_leaves_out_a_second_product_that_none_needs(case, needed, monkeypatch):
+    module, provider, parts = case
+    kernels, products = fused.layer_kernels(), []
     real = kernels.down_forward
-    monkeypatch.setattr(kernels, "down_forward", lambda *a: calls.append(1) or real(*a))
-    return calls
+    monkeypatch.setattr(kernels, "down_forward", lambda *a: products.append(1) or real(*a))
 
+    def call(*parts):
+        return module(*parts).square() if needed else module(*parts)
 
-def test_a_recomputation_leaves_out_the_second_product(case, finished):
-    module, provider, parts = case
-    plain = layer_gradients(module, provider, parts)
-    assert len(finished) == 1
-    again = layer_gradients(lambda *parts: checkpointed(module, *parts), provider, parts)
-    assert len(finished) == 2
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-def test_a_recomputation_gives_what_is_saved_later(case, finished):
-    module, provider, parts = case
-
-    def squared(*parts):
-        return module(*parts).square()
-
-    plain = layer_gradients(squared, provider, parts)
-    again = layer_gradients(lambda *parts: checkpointed(squared, *parts), provider, parts)
-    assert len(finished) == 3
+    plain = layer_gradients(call, provider, parts)
+    again = layer_gradients(lambda *parts: checkpointed(call, *parts), provider, parts)
+    assert len(products) == (3 if needed else 2)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
@@ -152,14 +137,9 @@ def test_compiled_for_any_number_of_tokens(case):
             assert torch.equal(mine, other)
 
 
-def two_adapters(provider):
-    for name, terms in provider.all.items():
-        provider.all[name] = (*terms, *terms)
-
-
 def test_two_adapters_infer(case):
     module, provider, parts = case
-    two_adapters(provider)
+    provider.all = {name: (*terms, *terms) for name, terms in provider.all.items()}
     right = module(*parts)
     with torch.inference_mode():
         assert torch.equal(module(*parts), right)

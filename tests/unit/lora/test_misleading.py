@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -222,35 +221,30 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-64])
 
 
+def written(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / CONFIG).write_text(text)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "is no folder; name the one"),
-    "no-config": (lambda d: (d / "adapter_config.json").unlink(), "it has no adapter_config.json"),
-    "bad-config": (lambda d: (d / "adapter_config.json").write_text("{"), "is no valid JSON"),
-    "list": (lambda d: (d / "adapter_config.json").write_text("[]"), "holds list and no JSON"),
-    "kind": (
-        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": "NEW"})),
-        "peft_type='NEW', which the installed PEFT does not know",
-    ),
-    "kind-of-list": (
-        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": ["LORA"]})),
-        "which the installed PEFT does not know",
-    ),
+    "no-config": (lambda d: (d / CONFIG).unlink(), "it has no adapter_config.json"),
+    "bad-config": (written("{"), "is no valid JSON"),
+    "list": (written("[]"), "holds list and no JSON"),
+    "kind": (written('{"peft_type": "NEW"}'), "'NEW', which the installed PEFT does not know"),
+    "kind-of-list": (written('{"peft_type": ["LORA"]}'), "which the installed PEFT does not know"),
     "rank": (
-        lambda d: (d / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "many"}'),
+        written('{"peft_type": "LORA", "r": "many"}'),
         r"adapter_config\.json is damaged: r is 'many'",
     ),
-    "no-weights": (
-        lambda d: (d / "adapter_model.safetensors").unlink(),
-        r"has no adapter_model\.safetensors",
-    ),
-    "cut": (
-        lambda d: cut(d / "adapter_model.safetensors"),
-        "damaged weights .*download incomplete.*; copy the folder",
-    ),
+    "no-weights": (lambda d: (d / WEIGHTS_FILE).unlink(), rf"has no {WEIGHTS_FILE}"),
+    "cut": (lambda d: cut(d / WEIGHTS_FILE), "damaged weights .*download incomplete.*; copy the"),
 }
 
 
