@@ -214,8 +214,6 @@ def test_none_means_the_models_own_config() -> None:
         ("experts", NAMES),
         ("down_proj", [NAMES[1], NAMES[3]]),
         (r"model.layers.*.experts.gate_up_proj", [NAMES[0], NAMES[2]]),
-        (NAMES[3], NAMES[3:]),
-        ("lm_head", []),
         ("model.layers.0.mlp.gate", []),
     ],
 )

@@ -353,16 +353,6 @@ def adapted(style, dtype=torch.float32, compute=None, lora=torch.float32):
     return module, provider
 
 
-def test_a_factor_that_is_frozen_gets_no_gradient():
-    module, provider = adapted(STYLES["non-gated"])
-    frozen, trained, *_ = provider.leaves()
-    frozen.requires_grad_(False)
-    x, index, weights = routing()
-    module(x.detach(), index, weights.detach()).sum().backward()
-    assert frozen.grad is None
-    assert trained.grad is not None
-
-
 def test_fp32_adapters_over_a_bf16_layer_stay_fp32():
     style = STYLES["non-gated"]
     module, provider = adapted(style, torch.bfloat16)
