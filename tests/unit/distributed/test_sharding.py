@@ -192,16 +192,12 @@ def older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
             return nn.Parameter(data, requires_grad)  # gradients, of integers too
 
-    class Older:
-        def __getattr__(self, name: str) -> Any:
-            return Parameter if name == "Parameter" else getattr(nn, name)
-
     def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
         self.orig_dtype, self.reduce_dtype = self.sharded_param.dtype, None
         self.param_dtype = policy.param_dtype  # integers' too
 
     monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
-    monkeypatch.setattr(fsdp_param, "nn", Older())
+    monkeypatch.setattr(fsdp_param, "nn", SimpleNamespace(**{**vars(nn), "Parameter": Parameter}))
     monkeypatch.setattr(fsdp_param.FSDPParam, "init_dtype_attrs", init_dtype_attrs)
 
 

@@ -16,6 +16,7 @@ from moe_qlora.experts import forward as experts
 from moe_qlora.experts import operands, projection
 from moe_qlora.packing import codec, decoders, parametrize
 from moe_qlora.packing.settings import CodecSettings
+from tests.helpers import lora_layer
 
 H, I, E, K, T = 24, 20, 5, 2, 13  # noqa: E741 - the intermediate size
 
@@ -117,31 +118,14 @@ def pack(module: nn.Module, style: Style, which=(0, 1), **kwargs) -> nn.Module:
     return module
 
 
-class Provider:
-    """LoRA terms for both projections, as trainable leaves."""
+class Provider(lora_layer.Provider):
+    """LoRA terms for both projections of a style, as trainable leaves."""
 
-    def __init__(
-        self, style: Style, ranks=((3, 2), (4,)), dropout=0.0, dtype=torch.float32, seed=1
-    ):
-        g = torch.Generator().manual_seed(seed)
-        sizes = ((H, 2 * I if style.gate else I), (I, H))
-        self.all = {}
-        for name, (inp, out), rs in zip(names(style), sizes, ranks, strict=True):
-            self.all[name] = tuple(
-                operands.LoraFactors(
-                    a=(torch.randn(E * r, inp, generator=g) * 0.3).to(dtype).requires_grad_(),
-                    b=(torch.randn(out, r * E, generator=g) * 0.3).to(dtype).requires_grad_(),
-                    scaling=0.5 + 0.25 * i,
-                    dropout=nn.Dropout(dropout) if dropout else None,
-                )
-                for i, r in enumerate(rs)
-            )
-
-    def active_lora(self, parameter_name):
-        return self.all.get(parameter_name, ())
-
-    def leaves(self):
-        return [t for terms in self.all.values() for term in terms for t in (term.a, term.b)]
+    def __init__(self, style: Style, ranks=((3, 2), (4,)), dropout=0.0, dtype=torch.float32):
+        sizes = (2 * I if style.gate else I, H), (H, I)
+        torch.manual_seed(1)
+        named = dict(zip(names(style), sizes, strict=True))
+        super().__init__(named, E, dtype, ranks, 0.3, dropout)
 
 
 def routing(dtype=torch.float32, seed=3, tokens=T, empty=()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,8 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from moe_qlora.experts import backend, forward, fused
 from moe_qlora.experts.operands import record_of
-from moe_qlora.kernels import cards
-from moe_qlora.kernels.cards import Card
 from moe_qlora.packing import parametrize
 from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
@@ -241,28 +238,6 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
     assert choice(module, x).reason == "down_proj is not packed"
     parametrize.detach(module, "gate_up_proj")
     assert choice(module, x) == backend.UNPACKED
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
-    from moe_qlora.experts import self_check
-    from moe_qlora.kernels import table
-
-    device = torch.device("cuda", 0)
-    asked = []
-    monkeypatch.setattr(backend, "_kernels_run", {})
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(cards, "actual", lambda device: Card("amd", (0, 0), 0))
-    monkeypatch.setattr(table, "prepare", lambda device: None)
-    monkeypatch.setattr(self_check, "layer_is_right", lambda device: asked.append(device) or right)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert backend.kernels_run(device) == right
-        assert backend.kernels_run(device) == right
-    assert asked == [device]
-    assert [("not tested on ROCm" in str(w.message)) for w in told] == [True] * right
-    reason = backend._device_obstacle(device, None)
-    assert "cuda:0, or are not right there" in reason
 
 
 @pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])

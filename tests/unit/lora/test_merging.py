@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from moe_qlora.packing.decoders import read_linear
 from moe_qlora.testing import tiny_model
 
 KINDS = ("nf4", "int8")
@@ -67,15 +68,9 @@ def expected_linears(model: Any, adapter: str = "default") -> dict[str, Tensor]:
 
 def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            yield name, module.weight.data
-            yield f"{name}.absmax", module.weight.quant_state.absmax
-        elif isinstance(module, bnb.nn.Linear8bitLt):
-            yield name, (module.state.CB if module.weight.CB is None else module.weight.CB)
-            yield (
-                f"{name}.scales",
-                (module.state.SCB if module.weight.SCB is None else module.weight.SCB),
-            )
+        if parametrize.is_packed_linear(module):
+            packed = read_linear(module)
+            yield from ((name, packed.codes), (f"{name}.absmax", packed.absmax))
     for name, module, leaf in parametrize.iter_packed(model):
         yield f"{name}.{leaf}", parametrize.read_packed(module, leaf).codes
 

@@ -19,7 +19,6 @@ from torch import nn
 from training import adapted_layers, packed
 
 import moe_qlora
-from moe_qlora.errors import ConfigError
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -226,8 +225,6 @@ def test_other_adapter_types_leave_packed_experts_alone() -> None:
     )
     adapted = {name.split(".ia3_")[0] for name, _ in wrapped.named_parameters() if ".ia3_" in name}
     assert {name.rpartition(".")[2] for name in adapted} == {"k_proj"}
-    with pytest.raises(ConfigError, match="use a LoraConfig"):
-        moe_qlora.adapt_lora_config(model, peft.IA3Config(target_modules=["k_proj"]), experts=True)
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     wrapped = moe_qlora.get_peft_model(build("mixtral"), prompt)
     wrapped(input_ids=torch.arange(6).view(1, 6)).logits.sum().backward()

@@ -39,19 +39,12 @@ def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.randn(shape, generator=generator).mul(0.02).to(dtype)
 
 
-def parts(state: bnb.QuantState) -> list[object]:
-    """All that a state says, nested states included."""
-    own = [state.shape, state.dtype, state.blocksize, state.quant_type, state.nested]
-    inner = [state.offset, *parts(state.state2)] if state.nested else []
-    return [*own, state.absmax, state.code, *inner]
-
-
 def assert_same_state(ours: bnb.QuantState, theirs: bnb.QuantState) -> None:
-    for mine, other in zip(parts(ours), parts(theirs), strict=True):
-        if isinstance(other, torch.Tensor):
-            assert mine.dtype == other.dtype and torch.equal(mine, other)
-        else:
-            assert mine == other
+    """Also in the record, which has sizes, dtypes and the offset."""
+    mine, other = (state.as_dict(packed=True) for state in (ours, theirs))
+    assert mine.keys() == other.keys()
+    assert all(mine[key].dtype == value.dtype for key, value in other.items())
+    assert all(torch.equal(mine[key], value) for key, value in other.items())
 
 
 def reference_decode(codes: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
