@@ -186,13 +186,15 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
     assert twin.get_memory_footprint() == model.get_memory_footprint()
     assert twin.dequantize() is twin
     assert len(packed(model)) == 4
+    again = copy.deepcopy(model)
     for plain in (twin, model.dequantize()):
         assert list(plain.state_dict()) == names
         assert_stacks(plain, expected)
         torch.testing.assert_close(plain(IDS).logits, logits)
         assert not (plain.is_quantized or plain.is_loaded_in_4bit or plain.is_loaded_in_8bit)
         assert not hasattr(plain.config, "quantization_config")
-        assert not {"dequantize", "get_memory_footprint"} & set(plain.__dict__)
+        bound = {"dequantize", "add_adapter", "load_adapter", "named_modules"}
+        assert bound <= set(again.__dict__) and not bound & set(plain.__dict__)
     assert quantize_experts(model, config).quantized
     assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32
 

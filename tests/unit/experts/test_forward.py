@@ -254,26 +254,6 @@ def test_no_tokens_at_all():
     out.sum().backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_changes_nothing(reentrant):
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    provider = Provider(style, dropout=0.3)
-    operands.set_lora_source(module, provider)
-    x, index, weights = routing()
-    leaves = [x, *provider.leaves()]
-    torch.manual_seed(5)
-    plain = gradients(module(x, index, weights), leaves)
-    for leaf in leaves:
-        leaf.grad = None
-    torch.manual_seed(5)
-    out = torch.utils.checkpoint.checkpoint(module, x, index, weights, use_reentrant=reentrant)
-    g = torch.Generator().manual_seed(9)
-    out.backward(torch.randn(out.shape, generator=g))
-    for leaf, grad in zip(leaves, plain, strict=True):
-        assert torch.equal(leaf.grad, grad)
-
-
 def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}

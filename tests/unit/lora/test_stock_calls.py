@@ -199,10 +199,3 @@ def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None
             tmp_path / "adapter", quantization_config=BitsAndBytesConfig(**NF4)
         )
     assert torch.equal(logits(again), results(model.eval())["out"])
-
-
-def test_methods_go_with_the_packed_experts() -> None:
-    model = packed()
-    assert {"add_adapter", "load_adapter", "named_modules"} <= model.__dict__.keys()
-    model.dequantize()
-    assert not {"add_adapter", "load_adapter", "named_modules"} & model.__dict__.keys()

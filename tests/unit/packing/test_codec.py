@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_types import MATRIX
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -192,12 +191,6 @@ def test_packing_allocates_no_copy_of_the_stack(settings, transposed, monkeypatc
 def test_refuses_what_cannot_be_packed(tensor, settings, said):
     with pytest.raises(UnsupportedWeightError, match=said):
         pack(tensor, settings)
-
-
-def test_refuses_zero3_shards_and_ranges_out_of_bounds() -> None:
-    shard = nn.Parameter(torch.zeros(2, 4, 4))
-    shard.ds_id = 7  # type: ignore[attr-defined]
-    assert "ZeRO-3" in str(why_not(shard, CodecSettings("nf4")))
     with pytest.raises(IndexError, match=r"\[3, 5\)"):
         unpack_range(pack(weight((4, 8, 8)), CodecSettings("nf4")), 3, 5)
 
