@@ -1,4 +1,4 @@
-"""A device whose copies come as late as they may: `moe_qlora.train.slots.Copier` for tests.
+"""A device whose copies come as late as they may: `moe_qlora.train.offload.Copier` for tests.
 
 What a slot held is gone as soon as a copy to it is ordered, and the copy is carried out when the
 computing stream waits for it. So a wait that is missing, a slot that is exchanged, or one that is
@@ -109,7 +109,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def delayed(monkeypatch: Any) -> Any:
-    """Within the block, slots are on such a device, of which the list has one for each `Slots`."""
+    """Within the block, slots are on such a device, of which the list has one for each time that they are made."""
     made: list[Delayed] = []
 
     def make(_: torch.device) -> Delayed:

@@ -20,8 +20,7 @@ from moe_qlora.experts import fused
 from moe_qlora.packing import parametrize
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.offload import Offload
-from moe_qlora.train.slots import Copier
+from moe_qlora.train.offload import Copier, Offload
 from tests.helpers.fitting import fitted, least_memory
 
 pytestmark = pytest.mark.gpu
