@@ -2,13 +2,11 @@
 
 It measures what each block allocates on each of three levels, on this very model
 (planning/measure.py), chooses by arithmetic that `plan` prints too (planning/choice.py,
-planning/hosting.py), sets it on the layers (layers.py), checks it against the first steps, and
-undoes it.
+planning/hosting.py), and sets it on the layers (layers.py). Steps that take more are said.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import sys
@@ -60,19 +58,19 @@ def fit_memory(
 
     A step then is as fast as this memory allows. Each decoder layer keeps all that backward needs,
     a part (what the experts and attention save; in long sequences attention alone), or nothing but
-    its input. Steps of this model are measured for that (two layers of each kind run, a few times),
-    so call it when the model is complete: after `get_peft_model`, Liger and `layer.compile()`,
-    before the training loop. Gradients are those of the same kernels.
+    its input. Steps of this model are measured for that, so call it when the model is complete:
+    after `get_peft_model`, Liger and `layer.compile()`, before the training loop. Gradients are
+    those of the same kernels.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
     nothing fits, the error says what `offload_experts` would free.
 
-    What is fitted wins over gradient checkpointing, whose enabling does nothing until `remove`.
-    Batches of more or longer sequences compute their layers again, and so do layers that a step of
-    text does not reach, as those of a vision tower, whose memory is not planned. A training step
-    writes no key-value cache; where it is given one that holds tokens, layers keep all. The
-    optimizer is taken to be AdamW with two states in the trained weights' dtype. Without
+    Gradient checkpointing does nothing until `remove`. Batches of more or longer sequences compute
+    their layers again, and so do layers that a step of text does not reach, as those of a vision
+    tower, whose memory is not planned. A training step writes no key-value cache; where it is given
+    one that holds tokens, layers keep all. The optimizer is taken to be AdamW with two states in
+    the trained weights' dtype; a warning says so if the first steps take more. Without
     `prepare_training`, attention to padded batches may take more memory than is measured.
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
@@ -140,7 +138,6 @@ class Fit:
         self, model: Any, layers: Any, device: torch.device, sizes: tuple[int, int], loss: Any
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
-        self._limit = 0  # `memory` without what the first steps took beside the plan
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each
@@ -188,7 +185,7 @@ class Fit:
         pace = Pace(*(float(self._least(partial(int, x))) for x in (pace.link, pace.rate)))
 
         def keeps_all() -> int:
-            self.memory = self._limit = _limit_of(memory, self._device)
+            self.memory = _limit_of(memory, self._device)
             slots = tuple if self._offload is None else self._offload.slot_memory
             measured = self._measured = MeasuredModel(self._model, slots)
             self._measure_once(levels.RECOMPUTE)
@@ -204,18 +201,14 @@ class Fit:
             self._choices = Choices(names, Ladder.of(seq), could if could.most else None)
             self._measure_once(levels.KEEP)
             self._resident = _resident(measured, self._device, could.freed(could.most))
-            return int(self._needed_at(last()) <= self.memory)
-
-        def last() -> int:
-            return len(self._choices.path) - 1
+            return int(self._needed_at(-1) <= self.memory)
 
         # Where all can be kept, no part need be measured, which torch.compile takes long for.
-        every = self._least(keeps_all)
-        self._set(last() if every else self._least(lambda: self._chosen(self.memory)))
+        self._set(-1 if self._least(keeps_all) else self._least(self._chosen))
 
-    def _chosen(self, memory: int) -> int:
-        """Return the last place on the path that fits into `memory`."""
-        path = self._choices.path
+    def _chosen(self) -> int:
+        """Return the last place on the path that fits."""
+        path, memory = self._choices.path, self.memory
         least = min(self._needed_at(at) for at, (_, steps) in enumerate(path) if not steps)
         if least > memory:
             most = self._could.most
@@ -224,15 +217,16 @@ class Fit:
             raise ConfigError(
                 f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes "
                 f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are "
-                f"missing. {meant if memory < 1024 else ''}{self._advice(memory)}"
+                f"missing. {meant if memory < 1024 else ''}{self._advice()}"
             )
         self._measure_once(self._choices.ladder.levels[1])
         return next(at for at in reversed(range(len(path))) if self._needed_at(at) <= memory)
 
-    def _advice(self, memory: int) -> str:
+    def _advice(self) -> str:
         every = len(self._could.layers)
         more = self._could.freed(every) - self._could.freed(self._could.most)
-        if more <= 0 or self._needed(self._activities[levels.RECOMPUTE], every) > memory:
+        least = self._needed(self._activities[levels.RECOMPUTE], every)
+        if more <= 0 or least > self.memory:
             return MORE_MEMORY
         return (
             f"moe_qlora.offload_experts(model) would free {more} bytes ({human_bytes(more)}), and "
@@ -331,7 +325,6 @@ class Fit:
         return max((max(a.forward, a.backward) - a.saved for a in some), default=0)
 
     def _set(self, place: int) -> None:
-        self._place = place
         choice = self._choices.at(self._choices.path[place], self._activities)
         self.layers = choice.layers(self._choices.hosting)
         self.peak = self._resident + self._budget(choice.activities).nbytes
@@ -343,11 +336,11 @@ class Fit:
         both = self._needs + self._with_gaps(pool)
         for name, runner in self._runners.items():
             runner.level = choice.levels.get(name, levels.RECOMPUTE)
-            runner.fits_beside = both <= self._limit
+            runner.fits_beside = both <= self.memory
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._runners)
-        room = 1 + (self._limit - self._needs) / pool
+        room = 1 + (self.memory - self._needs) / pool
         limit_lengths(self._model, RowMemory(room, kept / pool))
 
     def _check_first_steps(self) -> None:
@@ -366,33 +359,19 @@ class Fit:
         planned = max(_TOLERANCE * self.peak, self._needs)
         if peak <= planned and reserved <= self.memory:
             return
-        alone = not (dist.is_available() and dist.is_initialized())
-        less = alone and max(peak, reserved) > self.memory
         _log.warning(
             "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
             "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
             "the device, gaps between tensors)%s.%s",
             *map(human_bytes, (peak, reserved, self.peak)),
-            "; layers keep less on the device from now on" if less else "",
+            f"; to stay within {human_bytes(self.memory)}, give memory={self._less(peak, reserved)}"
+            if max(peak, reserved) > self.memory
+            else "",
             _EXPANDABLE if peak <= self.memory < reserved and not _expandable() else "",
         )
-        if less:
-            self._keep_less(max(peak - self.peak, reserved - self._needs))
 
-    def _keep_less(self, excess: int) -> None:
-        """Choose anew where steps take so many bytes more than was planned."""
-        for graphs in {runner.graphs for runner in self._runners.values()}:
-            if graphs is not None:
-                graphs.forget()
-        gc.collect()  # Graphs, whose memory would stay reserved beside that of the next ones
-        torch.cuda.empty_cache()
-        self._limit = self.memory - excess
-        try:
-            place = self._chosen(self._limit)
-        except ConfigError:
-            place = 0
-        self._set(min(place, self._place))
-        self._give_back_once()
+    def _less(self, peak: int, reserved: int) -> int:
+        return max(1, self.memory - max(peak - self.peak, reserved - self._needs))
 
     def _give_back_once(self) -> None:
         """Give back the memory of a step without graphs, before an optimizer makes its states.

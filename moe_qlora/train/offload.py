@@ -208,7 +208,14 @@ class Offload:
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
+        for block in self._blocks:  # Else some would be written while a step is measured
+            self._write(block)
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
+
+    def _write(self, block: _Layer) -> None:
+        if outdated := block.outdated():
+            self._forget(block)
+            block.write(outdated)
 
     def __str__(self) -> str:
         nbytes = human_bytes(self.host_nbytes)
@@ -232,9 +239,7 @@ class Offload:
             RuntimeError: In a recording, the layer is not in its slot, or not reserved there.
         """
         with self._lock:
-            if outdated := block.outdated():
-                self._forget(block)
-                block.write(outdated)
+            self._write(block)
             if not self._slots:
                 self._copier = Copier(self.device)
                 most = max(each.memory.nbytes for each in self._blocks)
@@ -328,7 +333,7 @@ class _Layer:
         return [record for record in self._records if record.state() != record.seen]
 
     def write(self, records: Sequence[_Hosted]) -> None:
-        # All of them first: after an error, a layer stays whole where it is.
+        # All copies first: after an error, a layer stays whole where it is.
         copies = [record.written(self.store) for record in records]
         for record, tensors in zip(records, copies, strict=True):
             record.hold(tensors)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def delayed(monkeypatch: Any) -> Any:
-    """Within the block, slots are on such a device, of which the list has one for each time that they are made."""
+    """Within the block, slots are on such devices: one in the list each time they are made."""
     made: list[Delayed] = []
 
     def make(_: torch.device) -> Delayed:
@@ -120,9 +119,3 @@ def delayed(monkeypatch: Any) -> Any:
         patched.setattr(offload, "Copier", make)
         yield made
     assert not [fault for each in made for fault in each.faults]
-
-
-def blocks(count: int, nbytes: int = 8) -> list[Any]:
-    """Blocks whose bytes are their number."""
-    memories = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(count)]
-    return [SimpleNamespace(memory=memory, place=i) for i, memory in enumerate(memories)]

@@ -141,6 +141,21 @@ def test_a_failure_in_the_middle_leaves_nothing(hook: str, devices: list[Delayed
     assert equal(train(model, ids, 1), resident)
 
 
+def test_a_lease_may_end_in_the_middle_of_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run anywhere: it finds the lock taken, by this same thread."""
+    held: list[Any] = []
+    own = Delayed.copy
+    copies = lambda *args: (held.clear(), own(*args))[1]  # noqa: E731
+    monkeypatch.setattr(Delayed, "copy", copies)
+    off = moe_qlora.offload_experts(packed())
+    for block in [off._blocks[place] for place in (0, 2, 1, 3, 0)]:
+        slot, lease = off.fetch(block, True)
+        assert torch.equal(slot.memory[: block.memory.nbytes], block.memory)
+        held.append(lease)
+        del lease
+    off.remove()
+
+
 def test_remove_gives_back_the_same_model() -> None:
     model = packed()
     before, text = bits(model), repr(model)
