@@ -88,15 +88,6 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 slowed = pytest.mark.parametrize("slow", ["nothing", "copies", "kernels"], indirect=True)
 
 
-@slowed
-@pytest.mark.usefixtures("slow")
-def test_nobody_overtakes() -> None:
-    model = packed("qwen3_moe", LAYERS)
-    resident, again = steps(model), steps(model)
-    with moe_qlora.offload_experts(model):
-        assert_alike(steps(model), resident, again)
-
-
 def pinned(model: Any) -> list[bool]:
     return [
         parametrize.read_packed(module, name).codes.is_pinned()
