@@ -113,21 +113,21 @@ class ExpertsSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # A description is of the values that are allowed.
-    pack_experts: StrictBool = Field(True, description=_BOOL)  # while the model loads
+    pack_experts: StrictBool = Field(default=True, description=_BOOL)  # while the model loads
     # LoRA on all packed experts, or on those of some roles; False: the host's target_parameters.
     lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = Field(
-        False, description=f"true, false and a list of roles ({', '.join(get_args(Role))})"
+        default=False, description=f"true, false and a list of roles ({', '.join(get_args(Role))})"
     )
-    lora_router: StrictBool = Field(False, description=_BOOL)  # LoRA on the routers too
+    lora_router: StrictBool = Field(default=False, description=_BOOL)  # LoRA on the routers too
     # As `llm_int8_skip_modules`, besides those of the host's own config.
     skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = Field(
-        (), description="a list of module names or patterns"
+        default=(), description="a list of module names or patterns"
     )
     # A string is `prepare_training`'s memory, such as "40GiB"; None: a refusal is a warning.
     prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = Field(
-        None, description="true, false and memory such as 40GiB"
+        default=None, description="true, false and memory such as 40GiB"
     )
-    progress: StrictBool = Field(True, description=_BOOL)  # bars of packing and merging
+    progress: StrictBool = Field(default=True, description=_BOOL)  # bars of packing and merging
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:

@@ -141,7 +141,9 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
         )
     chosen = dict(list(groups.items())[-count:])
     off = Offload(chosen, _device_of(model, chosen))
-    _keep_from_ddp(model)
+    known: Any = vars(model).get(_IgnoredByDDP.attribute, ())
+    if not isinstance(known, _IgnoredByDDP):
+        vars(model)[_IgnoredByDDP.attribute] = _IgnoredByDDP(model, known)
     return off
 
 
@@ -562,24 +564,17 @@ def tied_lists(lists: Iterable[PackedList]) -> list[list[PackedList]]:
     return list(tied.values())
 
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-_AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
-"""What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
+class _IgnoredByDDP:
+    """Names in host memory, which DDP ignores in a model, and in one that wraps it later.
 
-
-def _keep_from_ddp(model: nn.Module) -> None:
-    """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
-
-    Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
-    the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
+    Else it would broadcast these codes, and refuse parameters on two kinds of devices. They are
+    looked up at each iteration, since adapters rename what they wrap.
     """
-    host, known = cast(Any, model), model.__dict__.get(_IGNORED, ())
-    if not isinstance(known, _Names):
-        setattr(host, _IGNORED, _Names(model, known))
 
-
-class _Names:
-    """Names in host memory, looked up at each iteration: adapters rename what they wrap."""
+    # As DDP's own `_set_params_and_buffers_to_ignore_for_model` sets it
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    # PEFT and torch.compile put these before names of the model, whose attribute they forward.
+    around = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self.model, self.others = model, others
@@ -589,4 +584,4 @@ class _Names:
         for prefix, module in self.model.named_modules():
             if isinstance(module, PackedList) and module.host is not None:
                 for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
-                    yield from (f"{around}{prefix}.{name}" for around in _AROUND)
+                    yield from (f"{around}{prefix}.{name}" for around in self.around)
