@@ -2,7 +2,7 @@
 
 It measures what each block allocates on each of three levels, on this very model
 (planning/measure.py), chooses by arithmetic that `plan` prints too (planning/choice.py,
-planning/hosting.py), and sets it on the layers (layers.py).
+planning/hosting.py), sets it on the layers (layers.py), and says if the first steps take more.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 _OF_GRAPHS = 256 << 20  # Libraries' workspaces on the stream of recordings, and shared buffers
 _GAPS_OF_EXPANDABLE = 0.02  # `FRAGMENTATION` where torch's allocator has expandable segments
+_TOLERANCE = 1.03  # of the peak of the first steps over the planned one
+_STEPS_CHECKED = 3
 
 
 def fit_memory(
@@ -67,8 +69,8 @@ def fit_memory(
     their layers again, and so do layers that a step of text does not reach, as those of a vision
     tower, whose memory is not planned. A training step writes no key-value cache; where it is given
     one that holds tokens, layers keep all. The optimizer is taken to be AdamW with two states in
-    the trained weights' dtype: give less `memory` for others. Without `prepare_training`, attention
-    to padded batches may take more memory than is measured.
+    the trained weights' dtype; a warning says so if the first steps take more. Without
+    `prepare_training`, attention to padded batches may take more memory than is measured.
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -139,7 +141,7 @@ class Fit:
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each
         self._activities: dict[str, tuple[Activity, ...]] = {}
-        self._ran = False  # Whether a step has begun
+        self._steps = 0  # That were checked
         self._undo = ExitStack()
         base = base_model(model)
         try:
@@ -172,9 +174,8 @@ class Fit:
         if trunk.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._switch_checkpointing_off()  # Trainer may have enabled it
             measured = any(runner.measured for runner in self._runners.values())
-            if self._device.type == "cuda" and not (measured or self._ran):
-                self._ran = True
-                self._give_back_once()
+            if self._device.type == "cuda" and not measured:
+                self._check_first_steps()
 
     def _choose(self, memory: int | str | None) -> None:
         batch, seq = self._sizes
@@ -323,19 +324,45 @@ class Fit:
         self.layers = choice.layers(self._choices.hosting)
         self.peak = self._resident + self._budget(choice.activities).nbytes
         self.peak -= self._could.freed(choice.host)
-        needs = self._needed(choice.activities, choice.host)
+        self._needs = self._needed(choice.activities, choice.host)
         self.gain, self._saved = self._choices.gain(choice), self._choices.saved_by(choice)
         # A row without graphs may run while their memory stays reserved.
         pool = self._pool(choice.activities)
-        both = needs + self._with_gaps(pool)
+        both = self._needs + self._with_gaps(pool)
         for name, runner in self._runners.items():
             runner.level = choice.levels.get(name, levels.RECOMPUTE)
             runner.fits_beside = both <= self.memory
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._runners)
-        room = 1 + (self.memory - needs) / pool
+        room = 1 + (self.memory - self._needs) / pool
         limit_lengths(self._model, RowMemory(room, kept / pool))
+
+    def _check_first_steps(self) -> None:
+        """Compare the planned peak with that of the first steps, before each forward."""
+        if self._steps > _STEPS_CHECKED:
+            return
+        if not self._steps:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._give_back_once()
+        self._steps += 1
+        if self._steps <= _STEPS_CHECKED:
+            return
+        peak = torch.cuda.max_memory_allocated(self._device)
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        # What graphs and libraries take of their own is planned, but is no tensor of a step.
+        if peak <= max(_TOLERANCE * self.peak, self._needs) and reserved <= self.memory:
+            return
+        less = max(1, self.memory - max(peak - self.peak, reserved - self._needs))
+        within = f"; to stay within {human_bytes(self.memory)}, give memory={less}"
+        _log.warning(
+            "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
+            "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
+            "the device, gaps between tensors: PYTORCH_ALLOC_CONF=expandable_segments:True leaves "
+            "fewer)%s.",
+            *map(human_bytes, (peak, reserved, self.peak)),
+            within if max(peak, reserved) > self.memory else "",
+        )
 
     def _give_back_once(self) -> None:
         """Give back the memory of a step without graphs, before an optimizer makes its states.

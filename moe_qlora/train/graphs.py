@@ -16,7 +16,7 @@ pass that begins before the backward of the last one runs without graphs. So doe
 cannot be replayed as it was recorded, and the next pass records all anew.
 
 A graph reads packed experts where they were when it was recorded: on the device, or in a layer's
-slot (slots.py), which a lease keeps filled meanwhile.
+slot (offload.py), which a lease keeps filled meanwhile.
 """
 
 from __future__ import annotations

@@ -254,6 +254,26 @@ def test_no_tokens_at_all():
     out.sum().backward()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_nothing(reentrant):
+    style = STYLES["concatenated"]
+    module = pack(make(style), style)
+    provider = Provider(style, dropout=0.3)
+    operands.set_lora_source(module, provider)
+    x, index, weights = routing()
+    leaves = [x, *provider.leaves()]
+    torch.manual_seed(5)
+    plain = gradients(module(x, index, weights), leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(5)
+    out = torch.utils.checkpoint.checkpoint(module, x, index, weights, use_reentrant=reentrant)
+    g = torch.Generator().manual_seed(9)
+    out.backward(torch.randn(out.shape, generator=g))
+    for leaf, grad in zip(leaves, plain, strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
 def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}
@@ -315,6 +335,16 @@ def adapted(style, dtype=torch.float32, compute=None, lora=torch.float32):
     provider = Provider(style, ranks=((3,), (3,)), dtype=lora)
     operands.set_lora_source(module, provider)
     return module, provider
+
+
+def test_a_factor_that_is_frozen_gets_no_gradient():
+    module, provider = adapted(STYLES["non-gated"])
+    frozen, trained, *_ = provider.leaves()
+    frozen.requires_grad_(False)
+    x, index, weights = routing()
+    module(x.detach(), index, weights.detach()).sum().backward()
+    assert frozen.grad is None
+    assert trained.grad is not None
 
 
 def test_fp32_adapters_over_a_bf16_layer_stay_fp32():

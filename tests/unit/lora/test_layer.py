@@ -19,6 +19,8 @@ from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.lora import layer
 from moe_qlora.packing import parametrize
 
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
 
 def lora_config(**changes: Any) -> LoraConfig:
     return small_models.lora_config(**{"target_modules": [], **changes})
@@ -40,6 +42,33 @@ def reference(twin: Any, model: Any, adapters: list[str]) -> Tensor:
             pair = (getattr(wrapper, part)[adapter].weight for part in ("lora_A", "lora_B"))
             weights[name] = weights[name] + slow_delta(wrapper, *pair, adapter)
     return functional_call(twin, weights, kwargs={"input_ids": IDS}).logits
+
+
+@pytest.mark.parametrize(
+    ("model_type", "implementation", "targets"),
+    [
+        ("mixtral", "eager", BOTH),
+        ("gpt_oss", "eager", BOTH),
+        ("qwen3_moe", "grouped_mm", BOTH[1:]),
+        ("deepseek_v3", "grouped_mm", BOTH),
+        ("llama4_text", "moe_qlora", BOTH[:1]),
+        ("gpt_oss", "moe_qlora", BOTH[1:]),
+    ],
+)
+def test_gradients_of_stock_forwards_and_of_one_projection(
+    model_type: str, implementation: str, targets: list[str]
+) -> None:
+    base = build(model_type, implementation)
+    twin = decoded(base)
+    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=targets))
+    fill(model)
+    factors = [p for name, p in model.named_parameters() if "lora_" in name]
+    assert len(factors) == 2 * len([*expert_wrappers(model)]) > 0
+    logits, other = model(input_ids=IDS).logits, reference(twin, model, ["default"])
+    assert close(logits, other)
+    found = torch.autograd.grad(logits.square().sum(), factors)
+    wanted = torch.autograd.grad(other.square().sum(), factors)
+    assert all(map(close, found, wanted))
 
 
 @pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     StaticCache,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.planning import levels
@@ -31,6 +34,7 @@ from tests.helpers.fitting import (
     fitted,
     least_memory,
     measured_peak,
+    on_level,
     token_ids,
     train,
     with_lora,
@@ -288,18 +292,73 @@ def record(fit: Any) -> None:
         runner.graphs = graphs
 
 
-def test_memory_is_given_back_before_an_optimizers_first_step(
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "any"])
+def test_a_cache_has_several_names(name: str) -> None:
+    """transformers 5.24 calls a layer's `past_key_values` `cache`."""
+    config = tiny_model("qwen3_moe").config
+    seen: list[Any] = []
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            seen.append(kwargs.get(name))
+            return x
+
+    layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
+    full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    empty, encoder = DynamicCache(config=config), EncoderDecoderCache(full, DynamicCache())
+    on_level(layer, levels.RECOMPUTE, (1, 2))
+    for cache in (full, encoder, StaticCache(config=config, max_cache_len=8), empty, None):
+        layer(x, **{name: cache})
+    assert seen[:3] == [full, encoder, seen[2]] and seen[2] is not None
+    assert seen[3:] == [None, None]
+    Layer._can_checkpoint_with_cache = True
+    layer(x, **{name: full})
+    assert seen[-1] is full
+
+
+def test_an_old_choice_does_not_undo_a_newer_one() -> None:
+    model = adapted(num_hidden_layers=4)
+    least = least_memory(model)
+    with fitted(model) as old:
+        old.remove()
+        new = fitted(model, least)
+    assert "recompute" in {layer.activations for layer in new.layers}
+    assert measured_peak(model, token_ids(model)) <= least
+    new.remove()
+    assert not any("forward" in vars(layer) for layer in model.get_base_model().model.layers)
+
+
+@pytest.mark.parametrize(
+    ("over", "reserved", "said"),
+    [(1.02, 1.1, None), (1.05, 1.1, "between tensors.*fewer\\)\\."), (1.0, 1.3, "give memory=")],
+    ids=["near", "over the plan", "over the memory"],
+)
+def test_first_steps_that_take_more_than_was_planned_are_said(
+    over: float,
+    reserved: float,
+    said: str | None,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with fitted(adapted()) as fit:
-        given: list[None] = []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    model = adapted()
+    with fitted(model) as fit:
+        most = fit.peak
+    given: list[None] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    with fitted(model, int(1.2 * most)) as fit:
         record(fit)
-        fit._give_back_once()
+        for _ in range(5):
+            fit._check_first_steps()
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         for _ in range(2):
             optimizer.step()
-        assert len(given) == 1
+        assert len(given) == 1  # Before an optimizer's first step
+    found = [text for text in caplog.messages if "the first steps took" in text]
+    assert len(found) == (said is not None)
+    assert all(re.search(str(said), text) for text in found)
 
 
 @pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
