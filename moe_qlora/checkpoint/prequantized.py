@@ -307,14 +307,14 @@ class PrequantizedCheckpoint(Checkpoint):
         # of symmetric codes, or in groups, which are decoded without
         used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
         used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
-        plain = [key for key in self.stored if key not in used]
-        alone = []  # what can only be codes or scales of a quantized weight
-        for key in plain:
-            dtype_of, shape = self.stored[key].dtype, self.stored[key].shape
-            is_code = dtype_of.itemsize == 1 and dtype_of != torch.bool
-            is_code = is_code and (dtype_of.is_floating_point or len(shape) > 1)
-            if is_code or _PART.fullmatch(key.rpartition(".")[2]):
-                alone.append(key)
+        plain = {key: info for key, info in self.stored.items() if key not in used}
+        alone = [  # what can only be codes or scales of a quantized weight
+            key
+            for key, info in plain.items()
+            if _PART.fullmatch(key.rpartition(".")[2])
+            or (info.dtype.itemsize == 1 and info.dtype.is_floating_point)
+            or (info.dtype in (torch.uint8, torch.int8) and len(info.shape) > 1)
+        ]
         if alone:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(

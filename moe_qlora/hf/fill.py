@@ -298,17 +298,17 @@ class Fill:
                 slots = {n: self._share_slot(n, place) for n, place in targets.items()}
             else:
                 targets = {name: name for name in self.names - codes.keys()}
-                slots = {name: self._slot(name) for name in targets}
+                known = self.model, self.spec, self.linears
+                slots = {
+                    name: slot_for(*known, name, self.dtypes[name], self._device(name))
+                    for name in targets
+                }
             groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
             infos = {id(group): files.info(group.keys[0]) for group in groups}
             groups.sort(key=lambda one: (infos[id(one)].file, infos[id(one)].offset))
             for name, weight in filled(files, self.layout, groups, slots):
                 yield targets[name], weight
                 del weight  # before the next is packed
-
-    def _slot(self, name: str) -> Slot:
-        known = self.model, self.spec, self.linears, name
-        return slot_for(*known, self.dtypes[name], self._device(name))
 
     def _device(self, name: str) -> torch.device:
         from transformers.integrations.accelerate import get_device
@@ -645,11 +645,10 @@ def weights_to_keep(
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
         for name, param in spec.params.items():
             key = canonical_name(model, name, files)
-            if key is None or files.parts(key).keys() != {STORED_CODES, SCALE}:
+            parts = {} if key is None else files.parts(key)
+            if parts.keys() != {STORED_CODES, SCALE}:
                 continue
-            blocks, scales = (
-                files.stored[files.parts(key)[role]].shape for role in (STORED_CODES, SCALE)
-            )
+            blocks, scales = (files.stored[parts[role]].shape for role in (STORED_CODES, SCALE))
             whole = *param.shape, MX_BLOCK // 2
             turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
             if len(blocks) == 4 and turned == whole and scales == blocks[:3]:

@@ -25,7 +25,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     parse_mark,
 )
-from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
+from ..checkpoint.prequantized import describe_plain, method_of, open_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
@@ -175,9 +175,8 @@ class _Packing:
             opened = open_plain(folder, list(map(Path, files)), makers)
         elif makers is not None:
             raise CheckpointError(
-                f"The checkpoint is quantized ({maker_method({'quantization_config': makers})}) "
-                "and is dequantized from safetensors files only: give a folder or a hub id with "
-                "such files."
+                f"The checkpoint is quantized ({method_of(makers)}) and is dequantized from "
+                "safetensors files only: give a folder or a hub id with such files."
             )
         if not self.pre_quantized and opened is not None:
             prefix = f"{model.base_model_prefix}."

@@ -138,7 +138,7 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
     # A copy of the caller's config wins for a folder that its maker quantized; else stock decides.
     from transformers import BitsAndBytesConfig
 
-    from ..checkpoint.prequantized import MakerConfig, maker_method
+    from ..checkpoint.prequantized import MakerConfig, method_of
     from ..checkpoint.save import copy_config
     from .quantizer import MAKERS_CONFIG
 
@@ -148,7 +148,7 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
             ours = bool(from_caller.get("load_in_4bit") or from_caller.get("load_in_8bit"))
         if _replaced and ours:
             makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
-            if maker_method({"quantization_config": makers}) is not None:
+            if method_of(makers) is not None:
                 MakerConfig(makers)  # refuses what is not read, before anything is downloaded
                 config = copy_config(from_caller)
                 setattr(config, MAKERS_CONFIG, makers)

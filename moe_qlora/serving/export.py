@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,18 +20,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, Adapter, Updates, open_adapter
 from ..checkpoint.conversion import Base, open_base
 from ..checkpoint.folder import absolute, check_new, inside, new_folder
+from ..checkpoint.training_codec import CARD, NOTE, check_noted_base
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
-from ..kernels.factors import Factors
 from ..layout import ExpertParam, listed, name_pattern
 from ..models.files import read_json
 
 MERGE = "merge the adapter with moe-qlora merge and serve the merged folder"
-_ROLES = ("gate", "up", "down")
+Pair = tuple[Tensor, Tensor]  # factors of a weight: a (E, r, in), b (E, out, r)
 
 
 @dataclass(frozen=True)
@@ -86,43 +85,37 @@ def export_adapter(
         AdapterError: The adapter does not fit the base, or the server cannot serve it.
         ConfigError: The server is unknown, or was not tested with this architecture.
     """
-    _check_server(target)
     source, folder, place = absolute(base), absolute(adapter), absolute(out)
     check_new(place)
     with ExitStack() as stack:
         opened = stack.enter_context(closing(open_base(source, None, trust_remote_code)))
-        model = opened.model
         named = read_json(source / "config.json").get("architectures")
-        named = named if isinstance(named, list) and named else [type(model).__name__]
+        named = named if isinstance(named, list) and named else [type(opened.model).__name__]
         layout = layout_for(target, named[0])
         if not any_base:
-            training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
+            check_noted_base(folder, opened.model, str(base), opened.first_rows)
         lora = open_adapter(folder)
         stack.enter_context(lora.file)
-        updates = Updates(model, lora)
+        updates = Updates(opened.model, lora)
         work = stack.enter_context(new_folder(place))
+        copied, count, rank, notes = [NOTE, CARD], len(lora.file), lora.settings.r, list[str]()
         if target == "peft":
-            for name in (CONFIG, WEIGHTS):
-                shutil.copyfile(lora.folder / name, work / name)
-            count, rank = len(lora.file), lora.settings.r
-            report = ExportReport(place, target, layout.tested, True, count, rank)
+            copied += [CONFIG, WEIGHTS]
         else:
-            export = _Export(folder, model, opened, lora, layout, updates)
-            rank = export.write(work)
-            report = ExportReport(
-                place, target, layout.tested, layout.fused, len(export.tensors), rank,
-                tuple(export.notes), layout.loader_only,
-            )  # fmt: skip
-        for name in (training_codec.NOTE, training_codec.CARD):
+            export = _Export(folder, opened, lora, layout, updates)
+            rank, notes = export.write(work), export.notes
+            count = len(export.tensors)
+        for name in copied:
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
-    return report
+    return ExportReport(
+        place, target, layout.tested, layout.fused, count, rank, tuple(notes), layout.loader_only
+    )
 
 
 @dataclass
 class _Export:
     source: Path  # the given folder of the adapter
-    model: nn.Module
     base: Base
     adapter: Adapter
     layout: ServerLayout
@@ -132,83 +125,81 @@ class _Export:
 
     def write(self, work: Path) -> int:
         """Write the adapter's files; return its rank."""
-        layout = self.layout
-        for name, why in self._unserved():
-            raise AdapterError(
-                f"{self.source} changes {name}, which {why}, so that {layout.server} "
-                f"{layout.tested} cannot take it from an adapter: {MERGE}."
-            )
-        experts, layers = self._factors()
-        pairs = [(one.rank, one.scaling) for one in (*experts.values(), *layers.values())]
-        _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
-        rank = max(rank for rank, _ in pairs)
-        self._unify((experts, layers), rank, scaling)
+        layout, deltas = self.layout, self.updates.deltas
+        self._check_served()
+        factors, rank, scaling = self._factors()
+        layers = [name for name in factors if not deltas[name][0].experts]
         names = {name.removesuffix(".weight") for name in layers}
         untried = {name_pattern(one) for one in names if not layout.layers & set(one.split("."))}
         if untried:
             self.notes.append(f"not tried: LoRA on {listed(sorted(untried))}")
-        for name, factors in layers.items():
-            self._put(self._served(name), factors.a[0], factors.b[0])
-        modules = self._put_experts(experts, rank, scaling)
+        for name in layers:
+            self._put(self._served(name), *(half[0] for half in factors[name]))
+        experts = {name: one for name, one in factors.items() if deltas[name][0].experts}
+        fused = self._put_experts(experts, rank)
         self._complete()
         config = read_json(self.adapter.folder / CONFIG)
         config.update(
             r=rank, lora_alpha=_alpha(scaling, rank), use_rslora=False, inference_mode=True,
-            rank_pattern={}, alpha_pattern={}, target_parameters=sorted(modules) or None,
+            rank_pattern={}, alpha_pattern={}, target_parameters=sorted(fused) or None,
             target_modules=sorted(map(self._served, layers)),
         )  # fmt: skip
         if not layout.fused:
             leaves = {key.split(".lora_")[0].rpartition(".")[2] for key in self.tensors}
             config["target_modules"] = sorted(leaves)
         if config.get("exclude_modules"):
-            config["exclude_modules"] = self._excluded(config["target_modules"])
+            # layers without a pair in the file that the names of leaves would match
+            written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
+            ends = {leaf.rpartition(".")[2] for leaf in config["target_modules"]}
+            config["exclude_modules"] = [
+                name
+                for name, _ in self.base.model.named_modules()
+                if name.rpartition(".")[2] in ends and self._served(f"{name}.weight") not in written
+            ] or None
         save_file(self.tensors, work / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / CONFIG).write_text(text, encoding="utf-8")
         return rank
 
-    def _unserved(self) -> Iterator[tuple[str, str]]:
-        """Yield weights that the adapter changes as no server loads it, and why."""
-        for name in self.updates.replacements:
-            yield name, "is trained in full (modules_to_save)"
+    def _check_served(self) -> None:
+        """Refuse an adapter that changes weights as no server loads them."""
+        why = dict.fromkeys(self.updates.replacements, "is trained in full (modules_to_save)")
         for name, deltas in self.updates.deltas.items():
-            module = self.model.get_submodule(name.rpartition(".")[0])
+            module = self.base.model.get_submodule(name.rpartition(".")[0])
             if any(delta.tokens for delta in deltas) or len(deltas) > 1:
-                yield name, "has trained rows of tokens, or two changes"
+                why[name] = "has trained rows of tokens, or two changes"
             elif isinstance(module, nn.Embedding):
-                yield name, "is an embedding, and was not seen to be served"
+                why[name] = "is an embedding, and was not seen to be served"
             elif self.layout.unserved & set(name.split(".")):
-                yield name, "is not served from an adapter of this architecture"
+                why[name] = "is not served from an adapter of this architecture"
+        for name, reason in why.items():
+            raise AdapterError(
+                f"{self.source} changes {name}, which {reason}, so that {self.layout.server} "
+                f"{self.layout.tested} cannot take it from an adapter: {MERGE}."
+            )
 
-    def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
-        """Return factors by name, of expert weights and of other layers (with E = 1)."""
-        experts: dict[str, Factors] = {}
-        layers: dict[str, Factors] = {}
-        file = self.adapter.file
-        for name, (delta,) in self.updates.deltas.items():
-            a, b = file.read(delta.a), file.read(delta.b)
-            if delta.experts:
-                a = a.unflatten(0, (delta.experts, -1))
-                b = b.unflatten(1, (-1, delta.experts)).permute(2, 0, 1)
-                experts[name] = Factors(a, b, delta.scaling)
-            else:
-                layers[name] = Factors(a.unsqueeze(0), b.unsqueeze(0), delta.scaling)
-        return experts, layers
-
-    def _unify(self, kinds: Iterable[dict[str, Factors]], rank: int, scaling: float) -> None:
-        """Give all products one rank and one scaling."""
-        all_of = [one for factors in kinds for one in factors.values()]
-        if (least := min(one.rank for one in all_of)) < rank:
+    def _factors(self) -> tuple[dict[str, Pair], int, float]:
+        """Return factors by name, with E = 1 outside of experts; their one rank and scaling."""
+        file, deltas = self.adapter.file, {n: one for n, (one,) in self.updates.deltas.items()}
+        stored = {}
+        for name, delta in deltas.items():
+            count = max(delta.experts, 1)
+            a = file.read(delta.a).unflatten(0, (count, -1))
+            stored[name] = a, file.read(delta.b).unflatten(1, (-1, count)).permute(2, 0, 1)
+        pairs = [(a.shape[1], deltas[name].scaling) for name, (a, _) in stored.items()]
+        _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
+        least, rank = min(pairs)[0], max(pairs)[0]
+        if least < rank:
             self.notes.append(f"ranks from {least} to {rank} are padded to {rank} with zeros")
-        if folded := sum(one.scaling != scaling for one in all_of):
+        if folded := sum(own != scaling for _, own in pairs):
             self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
-        for factors in kinds:
-            for name, one in factors.items():
-                a = nn.functional.pad(one.a, (0, 0, 0, rank - one.rank))
-                b = nn.functional.pad(one.b, (0, rank - one.rank))
-                if one.scaling != scaling:
-                    b = b.float() * (one.scaling / scaling)
-                factors[name] = Factors(a, b, scaling)
+        factors = {}
+        for name, (a, b) in stored.items():
+            own, pad = deltas[name].scaling, rank - a.shape[1]
+            folded_b = b if own == scaling else b.float() * (own / scaling)
+            wide = nn.functional.pad(a, (0, 0, 0, pad)), nn.functional.pad(folded_b, (0, pad))
+            factors[name] = wide
+        return factors, rank, scaling
 
     def _served(self, name: str) -> str:
         """Return the path of a layer in the checkpoint, which servers use."""
@@ -220,36 +211,43 @@ class _Export:
         self.tensors[f"{PREFIX}{path}.lora_A.weight"] = a.clone().contiguous()
         self.tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
 
-    def _put_experts(self, experts: Mapping[str, Factors], rank: int, scaling: float) -> set[str]:
+    def _put_experts(self, experts: Mapping[str, Pair], rank: int) -> set[str]:
         """Write the experts' factors; return the names of the fused weights."""
         modules: dict[str, dict[str, ExpertParam]] = {}
-        for param in detect(self.model):
+        for param in detect(self.base.model):
             modules.setdefault(param.module_name, {})[param.role] = param
         names: set[str] = set()
         for module in sorted({name.rpartition(".")[0] for name in experts}):
-            dtype = next(one.a.dtype for name, one in experts.items() if name.startswith(module))
-            pairs = {
-                role: experts.get(param.name) or _zeros(param, rank, scaling, dtype)
-                for role, param in modules[module].items()
-            }
+            dtype = next(a.dtype for name, (a, _) in experts.items() if name.startswith(module))
+            pairs = {}
+            for role, param in modules[module].items():
+                if (known := experts.get(param.name)) is None:
+                    count, rows, columns = param.num_experts, param.out_features, param.in_features
+                    if rows is None or columns is None:
+                        raise AdapterError(
+                            f"{param.name} has no orientation that could be found "
+                            f"({param.orientation_evidence}): {MERGE}."
+                        )
+                    a = torch.zeros(count, rank, columns, dtype=dtype)
+                    known = a, a.new_zeros(count, rows, rank)
+                pairs[role] = known
             if not self.layout.fused:
                 self._put_single(module, pairs)
                 continue
-            for depth, one in enumerate(reversed(pairs.values())):
-                a, b = one.a.flatten(0, 1), one.b.permute(1, 2, 0).flatten(1)
-                self._put(module + ".base_layer" * depth, a, b)  # (E r, in), (out, r E)
+            for depth, (a, b) in enumerate(reversed(pairs.values())):
+                path = module + ".base_layer" * depth
+                self._put(
+                    path, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+                )  # (E r, in), (out, r E)
             names |= {param.name for param in modules[module].values()}
         return names
 
-    def _put_single(self, module: str, pairs: dict[str, Factors]) -> None:
+    def _put_single(self, module: str, pairs: dict[str, Pair]) -> None:
         if "gate_up" in pairs:
-            both = pairs.pop("gate_up")
-            if _interleaved(self.model.get_submodule(module)):
-                gate, up = both.b[:, ::2], both.b[:, 1::2]
-            else:
-                gate, up = both.b.chunk(2, dim=1)
-            pairs["gate"] = Factors(both.a, gate, both.scaling)
-            pairs["up"] = Factors(both.a, up, both.scaling)
+            a, b = pairs.pop("gate_up")
+            interleaved = _interleaved(self.base.model.get_submodule(module))
+            gate, up = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
+            pairs |= {"gate": (a, gate), "up": (a, up)}
         unknown = sorted(pairs.keys() - self.layout.leaves.keys())
         if unknown:
             raise AdapterError(
@@ -261,10 +259,9 @@ class _Export:
             if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
                 path = f"{group.keys[0].partition('.experts.')[0]}.experts"
                 break
-        for role, factors in pairs.items():
-            for expert in range(factors.a.shape[0]):
-                leaf = f"{path}.{expert}.{self.layout.leaves[role]}"
-                self._put(leaf, factors.a[expert], factors.b[expert])
+        for role, pair in pairs.items():
+            for expert, (a, b) in enumerate(zip(*pair, strict=True)):
+                self._put(f"{path}.{expert}.{self.layout.leaves[role]}", a, b)
 
     def _complete(self) -> None:
         """Add zeros for layers that the server stacks with adapted ones."""
@@ -280,16 +277,6 @@ class _Export:
                     a = self.tensors[f"{path}.lora_A.weight"]
                     self._put(missing, torch.zeros_like(a), a.new_zeros(known[0][0], a.shape[0]))
                     paths.add(f"{parent}.{other}")
-
-    def _excluded(self, leaves: Iterable[str]) -> list[str] | None:
-        """List layers without a pair in the file that these leaf names would match."""
-        written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
-        ends = {leaf.rpartition(".")[2] for leaf in leaves}
-        return [
-            name
-            for name, _ in self.model.named_modules()
-            if name.rpartition(".")[2] in ends and self._served(f"{name}.weight") not in written
-        ] or None
 
 
 def _interleaved(module: Any) -> bool:
@@ -312,17 +299,6 @@ def _alpha(scaling: float, rank: int) -> float:
     return int(alpha) if alpha.is_integer() else alpha
 
 
-def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:
-    experts, rows, columns = param.num_experts, param.out_features, param.in_features
-    if rows is None or columns is None:
-        raise AdapterError(
-            f"{param.name} has no orientation that could be found ({param.orientation_evidence}): "
-            f"{MERGE}."
-        )
-    a = torch.zeros(experts, rank, columns, dtype=dtype)
-    return Factors(a, torch.zeros(experts, rows, rank, dtype=dtype), scaling)
-
-
 @dataclass(frozen=True)
 class ServerLayout:
     """A server's layout of adapters for one architecture."""
@@ -339,28 +315,18 @@ class ServerLayout:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def servers() -> dict[str, Any]:
+    """Return the table of servers by name."""
     table: dict[str, Any] = json.loads(Path(__file__).with_name("servers.json").read_text("utf-8"))
     return table
 
 
-def servers() -> tuple[str, ...]:
-    """Return the servers of the table."""
-    return tuple(_table())
-
-
-def _check_server(server: str) -> None:
-    if server not in servers():
-        raise ConfigError(f"target is {server!r}; give one of {', '.join(servers())}.")
-
-
 def layout_for(server: str, architecture: str) -> ServerLayout:
     """Return a server's layout for an architecture; raise a ConfigError where there is none."""
-    _check_server(server)
-    entry = _table()[server]
+    if (entry := servers().get(server)) is None:
+        raise ConfigError(f"target is {server!r}; give one of {', '.join(servers())}.")
     rows = entry["architectures"]
-    row = rows.get(architecture) or rows.get("*")
-    if row is None:
+    if (row := rows.get(architecture) or rows.get("*")) is None:
         raise ConfigError(
             f"{server} {entry['tested']} was not seen to serve LoRA on the experts of "
             f"{architecture} (it was for {', '.join(rows)}): {MERGE}."
@@ -369,7 +335,7 @@ def layout_for(server: str, architecture: str) -> ServerLayout:
         server,
         entry["tested"],
         row["experts"] == "fused",
-        dict(zip(_ROLES, row.get("leaves", ()), strict=False)),
+        dict(zip(("gate", "up", "down"), row.get("leaves", ()), strict=False)),
         tuple(map(tuple, entry.get("together", ()))),
         frozenset((*entry.get("layers", ()), *row.get("layers", ()))),
         frozenset(row.get("unserved", ())),

@@ -107,23 +107,20 @@ def test_damage_is_refused_or_without_effect(victim):
     assert ends["refused"] > 10 and ends.total() == 30
 
 
-@pytest.mark.parametrize("call", ["load", "quantize", "merge", "merge-adapter"])
-def test_a_file_that_is_cut_off_is_an_incomplete_download(call: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["base", "adapter"])
+def test_a_file_that_is_cut_off_is_an_incomplete_download(of: str, tmp_path: Path) -> None:
     model: Any = tiny_model("mixtral", num_hidden_layers=1)
     base, adapter, config = tmp_path / "base", tmp_path / "adapter", {"load_in_4bit": True}
     model.save_pretrained(base)
     quantize_experts(model, config)
     lora(model, "q_proj").save_pretrained(adapter)
-    file = next((adapter if call.endswith("adapter") else base).glob("*.safetensors"))
-    whole, out = file.read_bytes(), tmp_path / "out"
-    calls: dict[str, Callable[[], Any]] = {
-        "load": lambda: loaded(base, config),
-        "quantize": lambda: moe_qlora.quantize_checkpoint(base, out, config),
-        "merge": lambda: moe_qlora.merge_adapter(base, adapter, out),
-        "merge-adapter": lambda: moe_qlora.merge_adapter(base, adapter, out),
-    }
-    for left in (0, 20, len(whole) // 2):
-        file.write_bytes(whole[:left])
+    file, out = next((tmp_path / of).glob("*.safetensors")), tmp_path / "out"
+    file.write_bytes(file.read_bytes()[:-20])
+    calls: list[Callable[[], Any]] = [lambda: moe_qlora.merge_adapter(base, adapter, out)]
+    if of == "base":
+        calls.append(lambda: loaded(base, config))
+        calls.append(lambda: moe_qlora.quantize_checkpoint(base, out, config))
+    for call in calls:
         with pytest.raises(CheckpointError, match=rf"{file.name}: download incomplete, \d+.*bytes"):
-            calls[call]()
-    assert not (tmp_path / "out").exists()
+            call()
+    assert not out.exists()

@@ -217,16 +217,20 @@ STACK_OF_ONE = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}
 STACK_OF_ONE["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
 
 
-def test_a_weight_that_is_stored_twice_is_named(tmp_path):
-    tensors = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
-    with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
-        open_plain(write_tensors(tmp_path / "a", {"quant_method": "mxfp4"}, tensors))
+UNSAID = r"a\S* is .*no quantization_config that says how"
+TWICE = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
 
 
-@pytest.mark.parametrize("tensors", [CODES, {"a.weight": CODES["a.weight"]}, STACK_OF_ONE])
-def test_codes_without_a_configuration_are_named(tmp_path, tensors):
-    with pytest.raises(CheckpointError, match=r"a\S* is .*no quantization_config that says how"):
-        open_plain(write_tensors(tmp_path, None, tensors))
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        ({"quant_method": "mxfp4"}, TWICE, "a is stored twice, once as a_blocks"),
+        *((None, tensors, UNSAID) for tensors in (CODES, STACK_OF_ONE)),
+    ],
+)
+def test_codes_that_are_there_twice_or_unexplained_are_named(tmp_path, config, tensors, said):
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(write_tensors(tmp_path, config, tensors))
 
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
@@ -523,19 +527,3 @@ def test_a_gpu_decodes_the_same_bits(folders, name):
             on_gpu = checkpoint.read(key, 1, device="cuda")
             assert on_gpu.is_cuda
             assert same(on_gpu.cpu(), checkpoint.read(key, 1)), key
-
-
-@pytest.mark.gpu
-def test_a_gpu_takes_little_more_than_the_plain_tensor(tmp_path):
-    """An expert of gpt-oss-20b's width: codes, scales, the result, and a piece in fp32."""
-    codes = torch.randint(0, 256, (2, 5760, 90, 16), dtype=torch.uint8)
-    scales = torch.randint(110, 130, (2, 5760, 90), dtype=torch.uint8)
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
-    write_shards(tmp_path, {"e_blocks": codes, "e_scales": scales})
-    with open_plain(tmp_path) as checkpoint:
-        checkpoint.read("e", 0, 1, device="cuda")
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        value = checkpoint.read("e", device="cuda")
-        peak = torch.cuda.max_memory_allocated() - before
-    assert peak < value.nbytes + codes.nbytes + scales.nbytes + (96 << 20)
