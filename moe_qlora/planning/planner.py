@@ -139,17 +139,11 @@ class Planner:
 
         The workspace keeps to the cap that it has on devices of these bytes.
         """
-        return self.budget(batch, seq, self.activities(batch, seq, capacities)).peak()
+        return self.budget(self.activities(batch, seq, capacities)).peak()
 
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        return self.budget(batch, seq, self.activities(batch, seq, capacities)).spread(capacities)
-
-    def budget(self, batch: int, seq: int, step: Step) -> StepBudget:
-        """Return the budget of what `activities` has returned."""
-        activities, workspace = step
-        settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
-        return self.budget_of(activities, settings)
+        return self.budget(self.activities(batch, seq, capacities)).spread(capacities)
 
     def activities(
         self, batch: int, seq: int, capacities: Sequence[int] = (), *, level: str | None = None
@@ -170,8 +164,10 @@ class Planner:
             activities = (*activities[:-1], Activity(last.name, *sizes))
         return activities, workspace
 
-    def budget_of(self, activities: Sequence[Activity], settings: Settings) -> StepBudget:
-        """Return the budget of a step."""
+    def budget(self, step: Step) -> StepBudget:
+        """Return the budget of what `activities` has returned."""
+        activities, workspace = step
+        settings = replace(self.settings, workspace=workspace)
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
         ordered = sorted(self.rank_blocks, key=lambda block: run.get(block.name, -1))
@@ -239,13 +235,7 @@ class Planner:
                 self.notes.append(self.eager)
             if (counted := attention.make_countable(model)) is not None:
                 self.notes.append(counted)
-            meta = meta_model.pack(
-                model,
-                source.quantization,
-                linears=source.linears,
-                native=source.native,
-                repeats=repeats,
-            )
+            meta = meta_model.pack(source, model, repeats=repeats)
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)

@@ -62,7 +62,7 @@ def test_the_largest_size_fits_and_the_next_ones_do_not(power, capacity):
         def activities(self, batch, seq, capacities):
             return (Activity("layer", seq, 0, 0),), 0
 
-        def budget(self, batch, seq, step):
+        def budget(self, step):
             use = SimpleNamespace(needed=need(step[0][0].saved), capacity=capacity)
             return SimpleNamespace(spread=lambda capacities: [use])
 
