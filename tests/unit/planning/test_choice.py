@@ -1,4 +1,4 @@
-"""What decoder layers keep and what their experts cost in host memory, against walks through all."""
+"""What layers keep and what their experts cost in host memory, against walks through all."""
 
 from __future__ import annotations
 
