@@ -35,8 +35,9 @@ from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import fused_attention
-from .blocks import packed_parts, top_k_in
+from .blocks import block_modules, packed_parts, top_k_in
 from .budget import Activity
+from .meta_model import MetaModel
 from .tracker import MemoryTracker, tensors_of
 
 NO_CAP = 1 << 62
@@ -142,29 +143,28 @@ def record_step(
 
 
 def run_meta_step(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    groups: Sequence[Sequence[str]],
-    layers: Sequence[str],
-    trained: dict[str, int],
+    meta: MetaModel,
+    itemsize: int,
     *,
     batch: int,
     seq: int,
     level: str,
-    experts: int = 1,
     card: Card = PORTABLE,
     workspace_cap: int = NO_CAP,
 ) -> tuple[tuple[Activity, ...], int]:
     """Run one training step on meta, by the kernels that are chosen for a card.
 
-    `groups` are the blocks that are alike, and `layers` the decoder layers, which keep what a
-    `level` of `levels.py` says. `trained` are the bytes of the blocks' trained parameters; the
-    model chooses among `experts`.
+    Decoder layers keep what a `level` of `levels.py` says; `itemsize` is that of the adapters.
 
     Returns:
         What each block does, in running order, and the bytes of the workspace, which all blocks of
         a device share.
     """
+    model, groups = meta.model, meta.groups
+    blocks = block_modules(meta.base)
+    blocks |= {name: meta.base.get_submodule(name) for name in meta.emptied}
+    trained = {block.name: itemsize * sum(block.trained) for block in meta.blocks}
+    experts = max((param.num_experts for param in meta.layout.experts), default=1)
     batch, seq = _short_sequences(model, batch, seq)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
@@ -173,6 +173,7 @@ def run_meta_step(
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     middle = {name for group in groups for name in group[1:-1]}
+    layers = [block.name for block in meta.blocks if block.layer and block.name not in middle]
     with quiet(), ExitStack() as stack, tracker:
         for each in (
             fused_attention(),
@@ -180,8 +181,8 @@ def run_meta_step(
             planned(workspace),
             # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
             cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True),
-            _even_counts(batch * seq * top_k_in(base_model(model))),
-            *(_on_level(level, blocks[name]) for name in layers if name not in middle),
+            _even_counts(batch * seq * top_k_in(meta.base)),
+            *(_on_level(level, blocks[name]) for name in layers),
         ):
             stack.enter_context(each)
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad]

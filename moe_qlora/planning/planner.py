@@ -22,7 +22,6 @@ from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, levels, meta_model, meta_step
-from .blocks import block_modules
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
 from .hosting import ExpertLayer, Hosting, Pace, slots_nbytes
@@ -110,11 +109,9 @@ class Planner:
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search."""
         batch, seq = self.settings.batch, self.settings.seq
-        peak = self.peak(batch, seq, capacities)
-        uses = self.uses(batch, seq, capacities) if capacities else ()
-        hosting = None
-        if self.settings.offload:
-            hosting = self.hosting(self.activities(batch, seq, capacities)[0])
+        step = self.activities(batch, seq, capacities)
+        budget = self.budget(step)
+        peak, uses = budget.peak(), budget.spread(capacities)
         return MemoryPlan(
             label=self.source.label,
             model_type=self.model_type,
@@ -131,7 +128,7 @@ class Planner:
             device_map={name: use.index for use in uses for name in use.blocks} or None,
             whole=self.with_engine(None).resident if self.settings.engine else None,
             on_disk=self.source.on_disk,
-            hosting=hosting,
+            hosting=self.hosting(step[0]) if self.settings.offload else None,
         )
 
     def peak(self, batch: int, seq: int, capacities: Sequence[int] = ()) -> Peak:
@@ -199,19 +196,9 @@ class Planner:
     def _run_step(self, batch: int, seq: int, cap: int, level: str) -> Step:
         meta = self.meta
         try:
+            where: dict[str, Any] = {"card": self.card, "workspace_cap": cap}
             return meta_step.run_meta_step(
-                meta.model,
-                block_modules(meta.base)
-                | {name: meta.base.get_submodule(name) for name in meta.emptied},
-                meta.groups,
-                [block.name for block in meta.blocks if block.layer],
-                {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
-                batch=batch,
-                seq=seq,
-                level=level,
-                experts=max((param.num_experts for param in meta.layout.experts), default=1),
-                card=self.card,
-                workspace_cap=cap,
+                meta, self.itemsize, batch=batch, seq=seq, level=level, **where
             )
         except MoeQloraError:
             raise
