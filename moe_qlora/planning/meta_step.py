@@ -185,8 +185,7 @@ def run_meta_step(
             *(_on_level(level, blocks[name]) for name in layers),
         ):
             stack.enter_context(each)
-        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        weights.append(grad_anchor)
+        weights = [grad_anchor, *(p for p in model.parameters() if p.requires_grad)]
         loss = partial(loss_of, model, ids)
         found = record_step(tracker, blocks, groups, trained, grad_anchor, weights, loss)
     return found, workspace.nbytes
