@@ -193,8 +193,6 @@ def _device_obstacle(device: torch.device, card: Card | None) -> str:
         device = torch.device({"amd": "cuda", "intel": "xpu"}.get(card.maker, "cpu"))
     if device.type == "cuda" and (torch.version.hip is not None or suits(cards.actual(device))):
         return f"the fused kernels do not compile for {device}, or are not right there"
-    if device.type == "xpu":
-        return f"the fused kernels are launched by CUDA or ROCm, not {device} (XPU is not tested)"
     return f"the fused kernels need CUDA of compute capability 8.0 and Triton, not {device}"
 
 

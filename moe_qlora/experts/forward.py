@@ -107,7 +107,7 @@ def deactivate(model: nn.Module) -> None:
             continue
         record = record_of(module)
         record.activated = False
-        parametrize.restore_class(module)
+        parametrize.extend_class(module, None)
         forward_override.give_back(module)
         if forward_override.of_liger(module):
             for name in forward_override.LIGER_INTERFACE:
@@ -135,7 +135,7 @@ def goes_through_interface(module: nn.Module) -> bool:
 def asks_for_lora(module: Any) -> bool:
     """Whether a call certainly ends in `experts_forward`, which adds LoRA; not if one is bound."""
     bound = forward_override.bound_forward(module)
-    if not parametrize.holds_packed(module) or bound is not None:
+    if bound is not None or not parametrize.packed_names(module):
         return False
     if not known_record(module).activated and not goes_through_interface(module):
         return False

@@ -68,14 +68,11 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
         spec = WeightSpec(tuple(state.shape), state.quant_type, state.blocksize, nested, -1)
         return PackedOperand([codes, *state_tensors(state)], spec, state.dtype, None)
     swapped = first.stored_transposed
-    shape = _stored_shape(first.weight_shape, swapped)
+    *rest, rows, columns = first.weight_shape
+    shape = (*rest, columns, rows) if swapped else (*rest, rows, columns)
     spec = WeightSpec(shape, first.kind, first.blocksize, first.nested_blocksize, -1)
     tensors = [chain.handle] if hosted else [codes, *first.parts()]
     return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped, hosted)
-
-
-def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:
-    return (*shape[:-2], shape[-1], shape[-2]) if swapped else tuple(shape)
 
 
 def packed_weight(

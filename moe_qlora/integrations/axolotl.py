@@ -34,13 +34,8 @@ if TYPE_CHECKING:
 LOG = get_logger("axolotl.plugins.moe_qlora")  # a child of the logger that axolotl shows
 
 # Fields set for PEFT, and restored once the adapters exist.
-_WRITTEN = (
-    "lora_target_modules",
-    "lora_target_linear",
-    "lora_target_parameters",
-    "lora_exclude_modules",
-    "lora_dropout",
-)
+_TARGETS = ("lora_target_modules", "lora_target_parameters", "lora_exclude_modules")
+_WRITTEN = (*_TARGETS, "lora_target_linear", "lora_dropout")
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -78,8 +73,6 @@ class MoeQloraPlugin(BasePlugin):
         self._written = ExitStack()  # restores the user's values in the configuration
         self._undo = ExitStack()
 
-    # The configuration.
-
     def register(self, cfg: Any) -> None:
         """Refuse settings that cannot work; `cfg` is the file as it was read."""
         self._leave()
@@ -92,8 +85,6 @@ class MoeQloraPlugin(BasePlugin):
     def get_input_args(self) -> str:
         """Return where axolotl finds the class of the `moe_qlora:` block."""
         return f"{__name__}.{MoeQloraArgs.__name__}"
-
-    # The model.
 
     def pre_model_load(self, cfg: Any) -> None:
         """Refuse a model without the requested experts; otherwise pack them during the build."""
@@ -126,13 +117,9 @@ class MoeQloraPlugin(BasePlugin):
             # axolotl's k-bit preparation would cast 16-bit weights to fp32
             model._moe_experts_quantized = True
 
-    # The adapters.
-
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Set the fields for PEFT on experts, until `post_lora_load`."""
-        if self.host is None or not is_named(cfg):
-            return
-        if not cfg.get("adapter") or not wants_packing(cfg):
+        if self.host is None or not (is_named(cfg) and cfg.get("adapter") and wants_packing(cfg)):
             return
         if cfg.get("experts_implementation"):  # set on the model since the build
             self.host.after_build(model)
@@ -148,10 +135,10 @@ class MoeQloraPlugin(BasePlugin):
         users = {key: cfg[key] for key in _WRITTEN if cfg.get(key) is not None}
         for key in _WRITTEN:
             self._written.callback(_put_back, cfg, key, users)
-        cfg["lora_target_modules"] = _as_list(adapted.target_modules)
+        for key in _TARGETS:  # The schema wants lists; a regex or None stays
+            names = getattr(adapted, key.removeprefix("lora_"))
+            cfg[key] = sorted(names) if isinstance(names, (set, frozenset)) else names
         cfg["lora_target_linear"] = None  # its layers are among the modules now
-        cfg["lora_target_parameters"] = _as_list(adapted.target_parameters)
-        cfg["lora_exclude_modules"] = _as_list(adapted.exclude_modules)
         if adapted.target_parameters:
             # PEFT's own layer for parameters refuses it; set on the layers once they are there
             cfg["lora_dropout"] = 0.0
@@ -190,8 +177,6 @@ class MoeQloraPlugin(BasePlugin):
             LOG.info("%s", prepared)
             self._undo.callback(prepared.remove)
 
-    # The end.
-
     def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
         """Write the merged weights again, as the adapter was trained."""
         if not is_named(cfg):
@@ -229,13 +214,6 @@ def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
         values[name] = before[name]
     else:
         values.pop(name, None)
-
-
-def _as_list(names: Any) -> Any:
-    """Return names as a list, for the schema; a regex or None unchanged."""
-    if names is None or isinstance(names, str):
-        return names
-    return list(names) if isinstance(names, (list, tuple)) else sorted(names)
 
 
 def _config_only(cfg: Any) -> bool:

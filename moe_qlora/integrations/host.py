@@ -58,8 +58,6 @@ class ExpertsHost:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Build.
-
     def check_model(
         self, model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False
     ) -> None:
@@ -79,7 +77,7 @@ class ExpertsHost:
             return
         layout, wanted = _layout_of(built), self.settings.lora_experts
         roles = sorted({param.role for param in layout})
-        if unknown := [] if isinstance(wanted, bool) else sorted(set(wanted) - set(roles)):
+        if unknown := sorted({*([] if isinstance(wanted, bool) else wanted)} - {*roles}):
             raise ConfigError(
                 f"moe_qlora.lora_experts holds {unknown[0]!r}, and the experts of this "
                 f"{layout.model_type} model have the roles {', '.join(roles)}: name one of these."
@@ -153,8 +151,6 @@ class ExpertsHost:
             )
         return quantize_experts(model, config, progress=bool(unpacked) and self.settings.progress)
 
-    # PEFT.
-
     def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
         """Return a new config for this model, with LoRA on experts and routers as settings say.
 
@@ -196,8 +192,6 @@ class ExpertsHost:
                     )
         return peft_model
 
-    # Training.
-
     def before_training(
         self, model: nn.Module, *, batch_size: int, seq_len: int, objective: str = "sft"
     ) -> PreparedTraining | None:
@@ -213,16 +207,14 @@ class ExpertsHost:
         from ..train.prepare import prepare_training
 
         rows, memory = batch_size * (1 + (objective in _PAIRS)), None if asked is True else asked
-        how: dict[str, Any] = {"memory": memory, "loss": loss_of(objective)}
+        how: dict[str, Any] = {"seq_len": seq_len, "memory": memory, "loss": loss_of(objective)}
         try:
-            return prepare_training(model, batch_size=rows, seq_len=seq_len, **how)
+            return prepare_training(model, batch_size=rows, **how)
         except ConfigError as error:
             if asked is not None:
                 raise
             _log.warning("moe_qlora.prepare_training is not used: %s", error)
             return None
-
-    # After training.
 
     def merge(
         self, base: str | Path, adapter: str | Path, out: str | Path, **options: Any
@@ -249,8 +241,7 @@ def _layout_of(model: nn.Module) -> ModelLayout:
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     why = f"This {kind} model holds no fused expert weights, so there is nothing to pack"
     if layout.linear_experts:
-        lists = "lists of Linear layers, which bitsandbytes packs itself"
-        why = f"The experts of this {kind} model are {lists}"
+        why = f"The experts of this {kind} model are Linear layers, which bitsandbytes packs itself"
     raise DetectionError(f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false.")
 
 
@@ -267,30 +258,24 @@ def loss_of(objective: str) -> Loss | None:
     """
     if objective in _OF_LABELS:
         return None
-
-    def loss(model: Any, batch: dict[str, Any]) -> Tensor:
-        import torch
-
-        mean = log_probabilities(model, batch).mean()
-        if objective not in _WITH_REFERENCE:
-            return mean
-        # While the policy's activations are alive, as in TRL 1.9.
-        with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
-            reference = log_probabilities(model, batch).mean()
-        return mean - reference
-
-    return loss
-
-
-def log_probabilities(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Return each labelled token's log-probability, else 0: `(B, S - 1)`, float32.
-
-    Row by row, as TRL's `selective_log_softmax` does for 16 bit.
-    """
     import torch
     from torch.nn import functional as F
 
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
-    rows = zip(logits, labels, strict=True)
-    return torch.stack([-F.cross_entropy(a.float(), b, reduction="none") for a, b in rows])
+    def mean(model: Any, batch: dict[str, Any]) -> Tensor:
+        """Of the log-probabilities, row by row, as TRL's `selective_log_softmax` for 16 bit."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+        rows = zip(logits, labels, strict=True)
+        found = [-F.cross_entropy(a.float(), b, reduction="none") for a, b in rows]
+        return torch.stack(found).mean()
+
+    def loss(model: Any, batch: dict[str, Any]) -> Tensor:
+        policy = mean(model, batch)
+        if objective not in _WITH_REFERENCE:
+            return policy
+        # While the policy's activations are alive, as in TRL 1.9.
+        with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
+            reference = mean(model, batch)
+        return policy - reference
+
+    return loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -18,15 +18,7 @@ PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 BLOCK = "moe_qlora"
 
 Role = Literal["gate_up", "gate", "up", "down"]  # those of layout.py
-
-_ALLOWED = {
-    "pack_experts": "true and false",
-    "lora_experts": f"true, false and a list of roles ({', '.join(get_args(Role))})",
-    "lora_router": "true and false",
-    "skip_modules": "a list of module names or patterns",
-    "prepare_training": "true, false and memory such as 40GiB",
-    "progress": "true and false",
-}
+_BOOL = "true and false"
 
 
 def is_named(cfg: Mapping[str, Any]) -> bool:
@@ -34,6 +26,15 @@ def is_named(cfg: Mapping[str, Any]) -> bool:
     named = cfg.get("plugins") or ()
     listed = named if isinstance(named, (list, tuple)) else (named,)
     return PLUGIN in (str(name).replace(":", ".") for name in listed)
+
+
+def _is_stage_3(value: Any) -> bool:
+    """Whether `deepspeed:` is of ZeRO's stage 3; of a file that is missing its name tells."""
+    if not isinstance(value, Mapping) and not Path(value).is_file():
+        return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
+    read = value if isinstance(value, Mapping) else read_json(Path(value))
+    section = read.get("zero_optimization")
+    return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 
 # Key -> why it collides with the plugin, and what to do.
@@ -54,20 +55,16 @@ _COLLISIONS = {
     "experts_implementation": "packed experts run through 'moe_qlora'; leave it out",
 }
 
-
-def _collides(key: str, value: Any) -> bool:
-    match key:
-        case "nf4_backend":
-            return bool(value == "torchao")
-        case "experts_implementation":  # axolotl's kernels plugin writes "eager" by itself
-            return value not in (None, "eager", "moe_qlora")
-        case "tensor_parallel_size" | "expert_parallel_size":
-            return isinstance(value, int) and value > 1
-        case "deepspeed":
-            return bool(value) and _is_stage_3(value)
-        case "fsdp_config":
-            return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
-    return bool(value)
+# Key -> whether a value of it collides, where not each that is true does.
+_IF: dict[str, Callable[[Any], bool]] = {
+    "nf4_backend": lambda value: value == "torchao",
+    # axolotl's kernels plugin writes "eager" by itself
+    "experts_implementation": lambda value: value not in (None, "eager", "moe_qlora"),
+    "tensor_parallel_size": lambda value: isinstance(value, int) and value > 1,
+    "expert_parallel_size": lambda value: isinstance(value, int) and value > 1,
+    "deepspeed": lambda value: bool(value) and _is_stage_3(value),
+    "fsdp_config": lambda value: bool((value or {}).get("cpu_ram_efficient_loading")),
+}
 
 
 def wants_packing(cfg: Mapping[str, Any]) -> bool:
@@ -95,7 +92,7 @@ def check(cfg: Mapping[str, Any]) -> None:
         raise ConfigError(f"adapter is {adapter!r} and {seen}: set {own}: true alone.")
     for key, why in _COLLISIONS.items():
         value = cfg.get(key)
-        if _collides(key, value):
+        if _IF.get(key, bool)(value):
             seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
             raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
     if settings.prepare_training and cfg.get("torch_compile"):
@@ -110,29 +107,27 @@ def check(cfg: Mapping[str, Any]) -> None:
         )
 
 
-def _is_stage_3(value: Any) -> bool:
-    """Whether `deepspeed:` is of ZeRO's stage 3; of a file that is missing its name tells."""
-    if not isinstance(value, Mapping) and not Path(value).is_file():
-        return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
-    read = value if isinstance(value, Mapping) else read_json(Path(value))
-    section = read.get("zero_optimization")
-    return isinstance(section, Mapping) and str(section.get("stage")) == "3"
-
-
 class ExpertsSettings(BaseModel):
     """The packing and LoRA of experts in a host; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pack_experts: StrictBool = True  # while the model loads
+    # A description is of the values that are allowed.
+    pack_experts: StrictBool = Field(default=True, description=_BOOL)  # while the model loads
     # LoRA on all packed experts, or on those of some roles; False: the host's target_parameters.
-    lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
-    lora_router: StrictBool = False  # LoRA on the routers too
+    lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = Field(
+        default=False, description=f"true, false and a list of roles ({', '.join(get_args(Role))})"
+    )
+    lora_router: StrictBool = Field(default=False, description=_BOOL)  # LoRA on the routers too
     # As `llm_int8_skip_modules`, besides those of the host's own config.
-    skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = Field(
+        default=(), description="a list of module names or patterns"
+    )
     # A string is `prepare_training`'s memory, such as "40GiB"; None: a refusal is a warning.
-    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = None
-    progress: StrictBool = True  # bars of packing and merging
+    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = Field(
+        default=None, description="true, false and memory such as 40GiB"
+    )
+    progress: StrictBool = Field(default=True, description=_BOOL)  # bars of packing and merging
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
@@ -141,20 +136,21 @@ class ExpertsSettings(BaseModel):
             return block
         if block is None:
             return cls()
+        fields = cls.model_fields
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"{BLOCK} is {block!r}; allowed is a block with the keys {', '.join(_ALLOWED)}."
+                f"{BLOCK} is {block!r}; allowed is a block with the keys {', '.join(fields)}."
             )
         try:
             settings = cls.model_validate(dict(block))
         except ValidationError as error:
             fault = error.errors()[0]
             key = str(fault["loc"][0])
-            said = f"{BLOCK}.{key} is {shown(block.get(key))}; allowed are {_ALLOWED.get(key)}."
-            if fault["type"] == "extra_forbidden":
-                near = did_you_mean(key, _ALLOWED)
-                said = f"{BLOCK}.{key} is no setting{near}; allowed are {', '.join(_ALLOWED)}."
-            raise ConfigError(said) from None
+            if key not in fields:
+                said = f"no setting{did_you_mean(key, fields)}; allowed are {', '.join(fields)}."
+            else:
+                said = f"{shown(block.get(key))}; allowed are {fields[key].description}."
+            raise ConfigError(f"{BLOCK}.{key} is {said}") from None
         for key in ("lora_experts", "lora_router", "skip_modules"):
             value = getattr(settings, key)
             if value and not settings.pack_experts:
@@ -172,6 +168,11 @@ def shown(value: Any) -> str:
     return "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
 
 
+_PLANNED = {
+    "batch": "micro_batch_size", "seq": "sequence_len", "rank": "lora_r",
+    "accumulation": "gradient_accumulation_steps", "optimizer": "optimizer",
+    "attention": "attn_implementation",
+}  # fmt: skip
 _OWN_ATTENTION = ("xformers", "sage", "s2", "fp8")
 
 
@@ -200,25 +201,15 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
     experts = ["experts"] * bool(block.lora_experts or get("lora_target_parameters"))
     quantization: dict[str, Any] = {"load_in_8bit": True}
     if bits == 4:  # axolotl's defaults
-        quantization = {
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": NF4.kind,
-            "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_compute_dtype": "bfloat16",
-            **(get("bnb_config_kwargs") or {}),
-        }
-    attention = get("attn_implementation")
-    asked = {
-        "batch": get("micro_batch_size"),
-        "seq": get("sequence_len"),
-        "rank": get("lora_r"),
-        "targets": ",".join([*map(str, names), *experts]) or None,
-        "checkpointing": bool(get("gradient_checkpointing")),
-        "accumulation": get("gradient_accumulation_steps"),
-        "optimizer": get("optimizer"),
-        "attention": None if attention in _OWN_ATTENTION else attention,
-        "prepared": bool(get("liger_fused_linear_cross_entropy") or block.prepare_training),
-    }
+        quantization = {"load_in_4bit": True, "bnb_4bit_quant_type": NF4.kind}
+        quantization |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
+        quantization |= get("bnb_config_kwargs") or {}
+    asked = {mine: get(theirs) for mine, theirs in _PLANNED.items()}
+    asked["targets"] = ",".join([*map(str, names), *experts]) or None
+    asked["checkpointing"] = bool(get("gradient_checkpointing"))
+    asked["prepared"] = bool(get("liger_fused_linear_cross_entropy") or block.prepare_training)
+    if asked["attention"] in _OWN_ATTENTION:
+        asked["attention"] = None
     return {
         "model": get("base_model"),
         "quantization_config": quantization,

@@ -23,8 +23,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http import HTTPStatus
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,13 +80,18 @@ def adapters_to_vllm(
 
     with ExitStack() as undo:
         for name in _TRAINERS:
-            _replace(undo, importlib.import_module(name), "VLLMGeneration", make)
+            undo.enter_context(_replaced(importlib.import_module(name), "VLLMGeneration", make))
         yield
 
 
-def _replace(undo: ExitStack, module: Any, name: str, value: Any) -> None:
-    undo.callback(setattr, module, name, getattr(module, name))
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
     setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 class AdapterGeneration(VLLMGeneration):
@@ -141,19 +145,39 @@ class AdapterGeneration(VLLMGeneration):
                 self.vllm_client = AdapterClient(url, self.server_timeout)
             self.accelerator.wait_for_everyone()
             return
-        with ExitStack() as undo:
-            if hasattr(vllm_generation, "LLM"):  # otherwise TRL reports that vLLM is not installed
-                _replace(undo, vllm_generation, "LLM", self._start_engine)
+        if not hasattr(vllm_generation, "LLM"):  # TRL says that vLLM is not installed
+            super()._init_vllm()
+            return
+        with _replaced(vllm_generation, "LLM", self._start_engine):
             super()._init_vllm()
 
     def _start_engine(self, **kwargs: Any) -> Any:
-        kwargs |= {
-            "model": str(self._base),
-            "quantization": None,  # TRL's guess from the trainer's own 4-bit layers
-            "enable_lora": True,
-            "max_lora_rank": _allowed_rank(self.model),
-        }
-        return _engine_class()(**{**kwargs, **self._engine})
+        from vllm import LLM
+        from vllm.lora.request import LoRARequest
+
+        class AdapterLLM(LLM):
+            """vLLM's engine with the adapter that was loaded last."""
+
+            adapter: Any = None
+
+            def generate(self, *args: Any, **kwargs: Any) -> Any:
+                return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
+
+            def load_adapter(self, name: str, number: int, folder: str) -> None:
+                last, self.adapter = self.adapter, LoRARequest(name, number, folder)
+                self.llm_engine.add_lora(self.adapter)
+                if last is not None:
+                    self.llm_engine.remove_lora(last.lora_int_id)
+
+        config = self.model.peft_config[self.model.active_adapter]
+        rank = max([config.r, *(config.rank_pattern or {}).values()])
+        allowed = next((each for each in _MAX_RANKS if each >= rank), None)
+        if allowed is None:
+            most = f"vLLM takes adapters up to rank {_MAX_RANKS[-1]}"
+            raise ConfigError(f"The engine cannot start: the adapter's rank is {rank}, and {most}.")
+        kwargs |= {"model": str(self._base), "enable_lora": True, "max_lora_rank": allowed}
+        kwargs["quantization"] = None  # TRL guesses from the trainer's own 4-bit layers
+        return AdapterLLM(**{**kwargs, **self._engine})
 
     def sync_weights(self) -> None:
         """Load the current adapter into the engine, replacing the last one."""
@@ -185,37 +209,6 @@ class AdapterGeneration(VLLMGeneration):
             export_adapter(source, served, base=self._base, target="vllm", any_base=self._any_base)
 
 
-def _allowed_rank(model: PeftModel) -> int:
-    config = model.peft_config[model.active_adapter]
-    rank = max([config.r, *(config.rank_pattern or {}).values()])
-    allowed = next((one for one in _MAX_RANKS if one >= rank), None)
-    if allowed is None:
-        most = f"vLLM takes adapters up to rank {_MAX_RANKS[-1]}"
-        raise ConfigError(f"The engine cannot start: the adapter's rank is {rank}, and {most}.")
-    return allowed
-
-
-def _engine_class() -> Any:
-    from vllm import LLM
-    from vllm.lora.request import LoRARequest
-
-    class AdapterLLM(LLM):
-        """vLLM's engine with the adapter that was loaded last."""
-
-        adapter: Any = None
-
-        def generate(self, *args: Any, **kwargs: Any) -> Any:
-            return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
-
-        def load_adapter(self, name: str, number: int, folder: str) -> None:
-            last, self.adapter = self.adapter, LoRARequest(name, number, folder)
-            self.llm_engine.add_lora(self.adapter)
-            if last is not None:
-                self.llm_engine.remove_lora(last.lora_int_id)
-
-    return AdapterLLM
-
-
 class AdapterClient(VLLMClient):
     """TRL's client of a vLLM server, requesting the adapter that was loaded last.
 
@@ -231,19 +224,17 @@ class AdapterClient(VLLMClient):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait until the server is up."""
         end = time.monotonic() + total_timeout
-        while not self._is_up(max(retry_interval, min(5.0, end - time.monotonic()))):
-            if time.monotonic() >= end:
-                raise ConfigError(
-                    f"No vLLM server answers at {self.base_url} (vllm_server_base_url) after "
-                    f"{total_timeout:.0f} s (vllm_server_timeout); start it with {_SERVE}."
-                )
+        while True:
+            try:
+                _answer(f"{self.base_url}/health", timeout=max(retry_interval, 5.0))
+                return
+            except ConfigError as error:
+                if time.monotonic() >= end:
+                    raise ConfigError(
+                        f"No vLLM server answers at {self.base_url} (vllm_server_base_url) after "
+                        f"{total_timeout:.0f} s (vllm_server_timeout); start it with {_SERVE}."
+                    ) from error
             time.sleep(retry_interval)
-
-    def _is_up(self, timeout: float) -> bool:
-        try:
-            return _ask(f"{self.base_url}/health", timeout=timeout)[0] == HTTPStatus.OK
-        except ConfigError:
-            return False
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's configuration; TRL reads its mode of logprobs."""
@@ -253,31 +244,23 @@ class AdapterClient(VLLMClient):
     def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter into the server from a folder, use it, and unload the last one."""
         body = {"lora_name": name, "lora_path": folder}
-        self._answer(f"{self.base_url}/v1/load_lora_adapter", body)
+        _answer(f"{self.base_url}/v1/load_lora_adapter", body)
         last, self._adapter, self.model = self._adapter, name, name
         if last is not None:
-            _ask(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
+            with suppress(ConfigError):
+                _answer(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
 
     # TRL's client uses `requests`, which may not be installed.
 
     def _get(self, url: str, **_: Any) -> Any:
-        return json.loads(self._answer(url))
+        return json.loads(_answer(url))
 
     def _post(self, url: str, **request: Any) -> Any:
-        return json.loads(self._answer(url, request.get("json")))
-
-    def _answer(self, url: str, body: Any = None) -> str:
-        status, text = _ask(url, body)
-        if status != HTTPStatus.OK:
-            raise ConfigError(
-                f"The vLLM server answered {status} at {url} ({text:.300}): it is to be started "
-                f"with {_SERVE}."
-            )
-        return text
+        return json.loads(_answer(url, request.get("json")))
 
 
-def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int, str]:
-    """Return a server's status and answer; `body` is posted as JSON, None gets.
+def _answer(url: str, body: Any = None, timeout: float | None = None) -> str:
+    """Return a server's answer; `body` is posted as JSON, None gets.
 
     `timeout` is the most seconds without a response; None waits for ever.
     """
@@ -285,8 +268,12 @@ def _ask(url: str, body: Any = None, timeout: float | None = None) -> tuple[int,
     request = Request(url, data, {"Content-Type": "application/json"})
     try:
         with urlopen(request, timeout=timeout) as answer:
-            return answer.status, answer.read().decode()
+            return str(answer.read().decode())
     except HTTPError as error:
-        return error.code, error.read().decode("utf-8", "replace")
+        text = error.read().decode("utf-8", "replace")
+        raise ConfigError(
+            f"The vLLM server answered {error.code} at {url} ({text:.300}): it is to be started "
+            f"with {_SERVE}."
+        ) from error
     except (OSError, HTTPException) as error:
         raise ConfigError(f"No vLLM server answers at {url}: {first_line(error)}.") from error

@@ -7,13 +7,13 @@ whose files then replace the old ones.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MethodType
@@ -26,6 +26,7 @@ from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings
@@ -34,7 +35,6 @@ from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
-from ..packing.parametrize import share_like
 from ..world import NOT_GIVEN, WholeTensor, runs_distributed, world
 from .targets import WARNING
 
@@ -97,9 +97,13 @@ def use_own_files(model: PeftModel) -> None:
 
 
 def _shard(model: nn.Module, tensors: dict[str, Any], *_: Any) -> None:
-    # As PEFT does, from 0.21.1 on.
-    own = dict(model.named_parameters())
-    tensors |= {name: share_like(tensors[name], own[name]) for name in own.keys() & tensors.keys()}
+    # Shares in place of whole tensors, as PEFT has them from 0.21.1 on.
+    for name, own in model.named_parameters():
+        if name in tensors and isinstance(own, DTensor):
+            device = own.to_local().device
+            whole = tensors[name] if device.type == "meta" else tensors[name].to(device)
+            place = own.device_mesh, own.placements
+            tensors[name] = distribute_tensor(whole, *place, src_data_rank=None)
 
 
 def _is_alias(model: PeftModel, key: str, adapter_name: str) -> bool:
@@ -216,14 +220,7 @@ def reading(adapter: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def save_pretrained(
-    self: Any,
-    save_directory: str | os.PathLike[str],
-    safe_serialization: bool = True,
-    selected_adapters: list[str] | None = None,
-    save_embedding_layers: str | bool = "auto",
-    is_main_process: bool = True,
-    path_initial_model_for_weight_conversion: str | None = None,
-    **kwargs: Any,
+    self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
 ) -> None:
     """Save adapters as `PeftModel.save_pretrained` does; in a distributed run, on the first rank.
 
@@ -233,32 +230,28 @@ def save_pretrained(
     Raises:
         CheckpointError: The folder cannot be written, or another rank was lost in the gather.
     """
-    stock = partial(
-        type(self).save_pretrained,
-        self,
-        safe_serialization=safe_serialization,
-        selected_adapters=selected_adapters,
-        save_embedding_layers=save_embedding_layers,
-        path_initial_model_for_weight_conversion=path_initial_model_for_weight_conversion,
-        **kwargs,
-    )
+    stock = type(self).save_pretrained
     if not runs_distributed():
-        stock(save_directory, is_main_process=is_main_process)
+        stock(self, save_directory, *args, **kwargs)
         return
-    ranks = world()
-    folder = absolute(os.fspath(save_directory))
-    state_dict = ranks.state_dict_to_save(self, kwargs.pop("state_dict", NOT_GIVEN))
+    call = inspect.signature(stock).bind(self, save_directory, *args, **kwargs)
+    call.apply_defaults()
+    asked = {**call.arguments, **call.arguments["kwargs"]}
+    for name in ("self", "save_directory", "kwargs"):
+        del asked[name]
+    ranks, folder = world(), absolute(os.fspath(save_directory))
+    state_dict = ranks.state_dict_to_save(self, asked.pop("state_dict", NOT_GIVEN))
     if state_dict is None:
         return
     tensors: dict[str, WholeTensor] = {}
     if ranks.is_divided(self, state_dict):
-        names = selected_adapters or list(self.peft_config)
-        tensors = _adapter_tensors(self, state_dict, names, save_embedding_layers)
+        names = asked["selected_adapters"] or list(self.peft_config)
+        tensors = _adapter_tensors(self, state_dict, names, asked["save_embedding_layers"])
     if not ranks.is_first() and not any(tensor.divided for tensor in tensors.values()):
         return
 
     def write(read: Callable[[str], Tensor]) -> None:
-        if not is_main_process:
+        if not asked["is_main_process"]:
             return
         # Before the folder is locked, and nothing divided is left: PEFT gathers that, on this rank.
         whole = {
@@ -268,7 +261,7 @@ def save_pretrained(
         with staging(folder, inside=True) as work:
             if (folder / CARD).is_file():  # PEFT adds to it
                 shutil.copyfile(folder / CARD, work / CARD)
-            stock(str(work), is_main_process=True, state_dict=whole)
+            stock(self, str(work), **asked, state_dict=whole)
             move_files(work, folder, CONFIG)
 
     ranks.gather_to_first(tensors, write, f"Saving the adapter to {folder}")

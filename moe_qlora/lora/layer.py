@@ -75,7 +75,9 @@ def wrap_parameter(
             break
         outer, inner = inner, inner.base_layer
     wrapper = ParamWrapper(inner, adapter_name, parameter_name, config=config, **kwargs)
-    wrapper.connect(source or ExpertAdapters())
+    wrapper.lora_source = source = source or ExpertAdapters()
+    source.wrappers[parameter_name] = wrapper
+    set_lora_source(base, source)
     if outer is None:
         return wrapper
     outer.base_layer = wrapper
@@ -128,12 +130,6 @@ class ParamWrapper(StockParamWrapper):
         if probability > 0.0:
             check_dropout(self.parameter_name, self.get_base_layer(), probability)
             self.lora_dropout[adapter_name] = nn.Dropout(p=probability)
-
-    def connect(self, source: ExpertAdapters) -> None:
-        """Make this wrapper the LoRA source of its parameter in the module's forward."""
-        source.wrappers[self.parameter_name] = self
-        self.lora_source = source
-        set_lora_source(self.get_base_layer(), source)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)
@@ -297,15 +293,13 @@ class ParamWrapper(StockParamWrapper):
             a, b = self.lora_A[name].weight, self.lora_B[name].weight
             factors = self._oriented(a.to(device, wide), b.to(device, wide))
             products.append((*factors, self.scaling[name]))
-        stacked = len(packed.shape) == 3  # else one matrix, of any number of experts
-        for expert in range(packed.shape[0] if stacked else 1):
-            if stacked:
-                total = codec.unpack_range(packed, expert, expert + 1, dtype=wide)[0]
-            else:
-                total = codec.unpack(packed).to(wide)
+        # One expert at a time, or one matrix of any number of them
+        rows = 1 if len(packed.shape) == 3 else packed.shape[0]
+        for expert, first in enumerate(range(0, packed.shape[0], rows)):
+            total = codec.unpack_range(packed, first, first + rows, dtype=wide)
             for left, right, scaling in products:
-                total.addmm_(left[expert], right[expert], alpha=scaling)
-            (out[expert] if stacked else out).copy_(total)
+                total.view(packed.shape[-2:]).addmm_(left[expert], right[expert], alpha=scaling)
+            out[first : first + rows] = total
         return out
 
     def _replace(self, weight: Tensor) -> None:

@@ -176,10 +176,9 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
     packed = packed_parameters(model)
     if roles is True or not packed:
         return list(packed)
-    asked: object = roles
-    if not isinstance(asked, (bool, Collection)):
+    if not isinstance(roles, Collection):
         raise ConfigError(f"experts is {roles!r}; give True, a list of roles, or one role.")
-    wanted = {roles} if isinstance(roles, str) else set(roles or ())
+    wanted = {roles} if isinstance(roles, str) else {*roles}
     role_of = {
         unwrapped_name(name): param.role
         for param in detect(base_model(model))
@@ -225,19 +224,19 @@ def unfit_linears(model: nn.Module) -> list[str]:
     The model's own code derives their class from `nn.Linear` and gives it a forward (routers,
     DeepSeek-V4's grouped projection), or PEFT refuses LoRA on them (Nemotron-H's Mamba layers).
     """
-    names = []
     own_code = {type(m).__module__ for m in model.modules() if isinstance(m, PreTrainedModel)}
-    for name, module in model.named_modules():
-        kind, path = type(unwrapped(module)), unwrapped_name(name)
-        if issubclass(kind, nn.Linear):
-            own_forward = kind.forward is not nn.Linear.forward and kind.__module__ in own_code
-            try:
-                _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
-            except ValueError:
-                own_forward = True
-            if own_forward:
-                names.append(path)
-    return names
+
+    def is_unfit(path: str, kind: type[nn.Linear]) -> bool:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
+        except ValueError:
+            return True
+        return kind.forward is not nn.Linear.forward and kind.__module__ in own_code
+
+    kinds = {unwrapped_name(name): type(unwrapped(one)) for name, one in model.named_modules()}
+    return [
+        path for path, kind in kinds.items() if issubclass(kind, nn.Linear) and is_unfit(path, kind)
+    ]
 
 
 # How PEFT matches names.
@@ -288,8 +287,12 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
     except ValueError:  # one of two fused projections named alone: nothing is targeted
         probe.target_modules, probe.target_parameters = set(), []
         return cast(Config, probe)
-    same = all(as_set(getattr(config, name)) == as_set(getattr(probe, name)) for name in FIELDS[1:])
-    return None if same else cast(Config, probe)
+
+    def named(one: Any) -> list[Any]:
+        fields = (getattr(one, name) for name in FIELDS[1:])
+        return [value if isinstance(value, str) else set(value or ()) for value in fields]
+
+    return None if named(config) == named(probe) else cast(Config, probe)
 
 
 def reached_modules(model: nn.Module, config: Any) -> list[str]:
@@ -319,11 +322,6 @@ def names_expert(config: Any, name: str) -> bool:
     owners = (owner, f"{owner}.0")  # an expert of its own, before experts were fused
     paths = [owner, *(f"{path}.{matrix}" for path in owners for matrix in (leaf, *_MATRICES))]
     return any(check_target_module_exists(config, path.lstrip(".")) for path in paths)
-
-
-def as_set(value: Any) -> Any:
-    """Return names as a set; a regex as it is, None as no names."""
-    return value if isinstance(value, str) else set(value or ())
 
 
 def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
@@ -376,8 +374,8 @@ class Targets:
     parameters: Sequence[str] | None
     experts: tuple[str, ...]  # the packed parameters that get LoRA, in model order
     written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
-    left_out: str = ""  # one sentence on targets that LoRA cannot serve, or ""
-    reload: str = ""  # one sentence if stock PEFT would load the saved config wrong, or ""
+    # sentences on targets that LoRA cannot serve, and on what stock PEFT would load wrong
+    notes: Sequence[str] = ()
 
 
 def resolve_targets(
@@ -445,8 +443,7 @@ def resolve_targets(
         parameters=parameters or getattr(asked, "target_parameters", None),
         experts=tuple(name for name in packed if name in parameters),
         written=spelled,
-        left_out=left_out,
-        reload=reload,
+        notes=[note for note in (left_out, reload) if note],
     )
 
 
@@ -658,4 +655,4 @@ def notes_on(
         idle = [k for k in keys if not any(re.match(rf"(.*\.)?({k})$", name) for name in named)]
         if idle and targets.parameters:
             yield f"{setting} names {', '.join(sorted(idle))}, and nothing that gets LoRA; mend it."
-    yield from filter(None, (targets.left_out, targets.reload))
+    yield from targets.notes

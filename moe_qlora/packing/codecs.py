@@ -173,12 +173,6 @@ def register(codec: Codec) -> None:
         TABLES[codec.kind] = tuple(codec.table)
 
 
-def unregister(kind: str) -> None:
-    """Remove a codec that `register` added."""
-    del _codecs[kind]
-    TABLES.pop(kind, None)
-
-
 def codecs() -> tuple[Codec, ...]:
     """Return all codecs, in the order in which they were registered."""
     return tuple(_codecs.values())

@@ -93,19 +93,16 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     return parameter
 
 
-def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]) -> None:
+def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]] | None) -> None:
     """Add members to the class of a packed module, also for when it is packed again.
 
-    `members` gets the plain class. A class that an engine has derived is not changed.
+    `members` gets the plain class; None takes them back. A class that an engine has derived is not
+    changed.
     """
-    module.__dict__[_MEMBERS] = members
+    module.__dict__.pop(_MEMBERS, None)
+    if members is not None:
+        module.__dict__[_MEMBERS] = members
     _set_class(module)
-
-
-def restore_class(module: nn.Module) -> None:
-    """Undo `extend_class`."""
-    if module.__dict__.pop(_MEMBERS, None) is not None:
-        _set_class(module)
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
@@ -128,11 +125,6 @@ def _chains(module: nn.Module) -> Mapping[str, Any]:
     """Return the `ParametrizationList`s of a module; nn.ModuleDict refuses some of their names."""
     lists = module._modules.get("parametrizations")
     return {} if lists is None else lists._modules
-
-
-def holds_packed(module: nn.Module) -> bool:
-    """Return whether a parameter of this module itself is packed; quicker than `packed_names`."""
-    return any(is_packed(module, name) for name in _chains(module))
 
 
 def is_packed_linear(module: nn.Module | None) -> bool:
@@ -415,17 +407,6 @@ def _taken(
             "weights into an unpacked model."
         )
         return None
-
-
-def share_like(whole: Tensor, own: Any) -> Tensor:
-    """Return this rank's share of a tensor where the module's own is sharded."""
-    if not hasattr(own, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    device = own.to_local().device
-    moved = whole if device.type == "meta" else whole.to(device)
-    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def load_linears(model: nn.Module, state_dict: dict[str, Any], prefix: str, errors: Any) -> None:

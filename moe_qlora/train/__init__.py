@@ -5,7 +5,7 @@ prepare.py      sets all parts on one model; open it first. liger.py: Liger's ke
 fit.py          what decoder layers keep for backward in the given memory
 flat_rows.py    batches as one row of real tokens; segments.py: its attention
 graphs.py       decoder layers as CUDA graphs
-offload.py      packed experts in host memory; slots.py: where they are copied to ahead of use
+offload.py      packed experts in host memory, copied to the device ahead of use
 joined_lora.py  LoRA layers with the same input, as one product
-early_loss.py   a loss that Trainer reads while the GPU computes; module_walks.py: its walks
+trainer_loop.py what Trainer repeats each step: walks of the module tree, a look for NaN
 """

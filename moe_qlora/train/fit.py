@@ -2,13 +2,11 @@
 
 It measures what each block allocates on each of three levels, on this very model
 (planning/measure.py), chooses by arithmetic that `plan` prints too (planning/choice.py,
-planning/hosting.py), sets it on the layers (layers.py), checks it against the first steps, and
-undoes it.
+planning/hosting.py), and sets it on the layers (layers.py).
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import sys
@@ -43,9 +41,6 @@ _log = logging.getLogger(__name__)
 
 _OF_GRAPHS = 256 << 20  # Libraries' workspaces on the stream of recordings, and shared buffers
 _GAPS_OF_EXPANDABLE = 0.02  # `FRAGMENTATION` where torch's allocator has expandable segments
-_EXPANDABLE = " PYTORCH_ALLOC_CONF=expandable_segments:True in its environment leaves fewer gaps."
-_TOLERANCE = 1.03  # of the peak of the first steps over the planned one
-_STEPS_CHECKED = 3
 
 
 def fit_memory(
@@ -60,20 +55,20 @@ def fit_memory(
 
     A step then is as fast as this memory allows. Each decoder layer keeps all that backward needs,
     a part (what the experts and attention save; in long sequences attention alone), or nothing but
-    its input. Steps of this model are measured for that (two layers of each kind run, a few times),
-    so call it when the model is complete: after `get_peft_model`, Liger and `layer.compile()`,
-    before the training loop. Gradients are those of the same kernels.
+    its input. Steps of this model are measured for that, so call it when the model is complete:
+    after `get_peft_model`, Liger and `layer.compile()`, before the training loop. Gradients are
+    those of the same kernels.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
     nothing fits, the error says what `offload_experts` would free.
 
-    What is fitted wins over gradient checkpointing, whose enabling does nothing until `remove`.
-    Batches of more or longer sequences compute their layers again, and so do layers that a step of
-    text does not reach, as those of a vision tower, whose memory is not planned. A training step
-    writes no key-value cache; where it is given one that holds tokens, layers keep all. The
-    optimizer is taken to be AdamW with two states in the trained weights' dtype. Without
-    `prepare_training`, attention to padded batches may take more memory than is measured.
+    Gradient checkpointing does nothing until `remove`. Batches of more or longer sequences compute
+    their layers again, and so do layers that a step of text does not reach, as those of a vision
+    tower, whose memory is not planned. A training step writes no key-value cache; where it is given
+    one that holds tokens, layers keep all. The optimizer is taken to be AdamW with two states in
+    the trained weights' dtype: give less `memory` for others. Without `prepare_training`, attention
+    to padded batches may take more memory than is measured.
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -140,12 +135,11 @@ class Fit:
         self, model: Any, layers: Any, device: torch.device, sizes: tuple[int, int], loss: Any
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
-        self._limit = 0  # `memory` without what the first steps took beside the plan
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each
         self._activities: dict[str, tuple[Activity, ...]] = {}
-        self._steps = 0  # That were checked
+        self._ran = False  # Whether a step has begun
         self._undo = ExitStack()
         base = base_model(model)
         try:
@@ -178,8 +172,9 @@ class Fit:
         if trunk.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._switch_checkpointing_off()  # Trainer may have enabled it
             measured = any(runner.measured for runner in self._runners.values())
-            if self._device.type == "cuda" and not measured:
-                self._check_first_steps()
+            if self._device.type == "cuda" and not (measured or self._ran):
+                self._ran = True
+                self._give_back_once()
 
     def _choose(self, memory: int | str | None) -> None:
         batch, seq = self._sizes
@@ -188,7 +183,7 @@ class Fit:
         pace = Pace(*(float(self._least(partial(int, x))) for x in (pace.link, pace.rate)))
 
         def keeps_all() -> int:
-            self.memory = self._limit = _limit_of(memory, self._device)
+            self.memory = _limit_of(memory, self._device)
             slots = tuple if self._offload is None else self._offload.slot_memory
             measured = self._measured = MeasuredModel(self._model, slots)
             self._measure_once(levels.RECOMPUTE)
@@ -204,40 +199,30 @@ class Fit:
             self._choices = Choices(names, Ladder.of(seq), could if could.most else None)
             self._measure_once(levels.KEEP)
             self._resident = _resident(measured, self._device, could.freed(could.most))
-            return int(self._needed_at(last()) <= self.memory)
-
-        def last() -> int:
-            return len(self._choices.path) - 1
+            return int(self._needed_at(-1) <= self.memory)
 
         # Where all can be kept, no part need be measured, which torch.compile takes long for.
-        every = self._least(keeps_all)
-        self._set(last() if every else self._least(lambda: self._chosen(self.memory)))
+        self._set(-1 if self._least(keeps_all) else self._least(self._chosen))
 
-    def _chosen(self, memory: int) -> int:
-        """Return the last place on the path that fits into `memory`."""
-        path = self._choices.path
+    def _chosen(self) -> int:
+        """Return the last place on the path that fits."""
+        path, memory = self._choices.path, self.memory
         least = min(self._needed_at(at) for at, (_, steps) in enumerate(path) if not steps)
         if least > memory:
-            most = self._could.most
+            most, every = self._could.most, len(self._could.layers)
             where = f" and has experts of {most} in host memory" if most else ""
             meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
+            advice, more = "", self._could.freed(every) - self._could.freed(most)
+            if more > 0 and self._needed(self._activities[levels.RECOMPUTE], every) <= memory:
+                freed = f"would free {more} bytes ({human_bytes(more)}), and the step would fit"
+                advice = f"moe_qlora.offload_experts(model) {freed}. "
             raise ConfigError(
                 f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes "
                 f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are "
-                f"missing. {meant if memory < 1024 else ''}{self._advice(memory)}"
+                f"missing. {meant if memory < 1024 else ''}{advice}{MORE_MEMORY}"
             )
         self._measure_once(self._choices.ladder.levels[1])
         return next(at for at in reversed(range(len(path))) if self._needed_at(at) <= memory)
-
-    def _advice(self, memory: int) -> str:
-        every = len(self._could.layers)
-        more = self._could.freed(every) - self._could.freed(self._could.most)
-        if more <= 0 or self._needed(self._activities[levels.RECOMPUTE], every) > memory:
-            return MORE_MEMORY
-        return (
-            f"moe_qlora.offload_experts(model) would free {more} bytes ({human_bytes(more)}), and "
-            f"the step would fit. {MORE_MEMORY}"
-        )
 
     def _least(self, find: Callable[[], int]) -> int:
         """Return the least number that any rank finds; where one fails, all do."""
@@ -315,7 +300,10 @@ class Fit:
 
     @cached_property
     def _gaps(self) -> float:
-        return _GAPS_OF_EXPANDABLE if _expandable() else FRAGMENTATION
+        # torch's allocator leaves fewer gaps with expandable segments.
+        known = torch.cuda.memory_snapshot()
+        expandable = any(segment.get("is_expandable") for segment in known)
+        return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
 
     @property
     def _is_recorded(self) -> bool:
@@ -331,68 +319,23 @@ class Fit:
         return max((max(a.forward, a.backward) - a.saved for a in some), default=0)
 
     def _set(self, place: int) -> None:
-        self._place = place
         choice = self._choices.at(self._choices.path[place], self._activities)
         self.layers = choice.layers(self._choices.hosting)
         self.peak = self._resident + self._budget(choice.activities).nbytes
         self.peak -= self._could.freed(choice.host)
-        self._needs = self._needed(choice.activities, choice.host)
+        needs = self._needed(choice.activities, choice.host)
         self.gain, self._saved = self._choices.gain(choice), self._choices.saved_by(choice)
         # A row without graphs may run while their memory stays reserved.
         pool = self._pool(choice.activities)
-        both = self._needs + self._with_gaps(pool)
+        both = needs + self._with_gaps(pool)
         for name, runner in self._runners.items():
             runner.level = choice.levels.get(name, levels.RECOMPUTE)
-            runner.fits_beside = both <= self._limit
+            runner.fits_beside = both <= self.memory
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._runners)
-        room = 1 + (self._limit - self._needs) / pool
+        room = 1 + (self.memory - needs) / pool
         limit_lengths(self._model, RowMemory(room, kept / pool))
-
-    def _check_first_steps(self) -> None:
-        """Compare the planned peak with that of the first steps, before each forward."""
-        if self._steps > _STEPS_CHECKED:
-            return
-        if not self._steps:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._give_back_once()
-        self._steps += 1
-        if self._steps <= _STEPS_CHECKED:
-            return
-        peak = torch.cuda.max_memory_allocated(self._device)
-        reserved = torch.cuda.max_memory_reserved(self._device)
-        # What graphs and libraries take of their own is planned, but is no tensor of a step.
-        planned = max(_TOLERANCE * self.peak, self._needs)
-        if peak <= planned and reserved <= self.memory:
-            return
-        alone = not (dist.is_available() and dist.is_initialized())
-        less = alone and max(peak, reserved) > self.memory
-        _log.warning(
-            "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
-            "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
-            "the device, gaps between tensors)%s.%s",
-            *map(human_bytes, (peak, reserved, self.peak)),
-            "; layers keep less on the device from now on" if less else "",
-            _EXPANDABLE if peak <= self.memory < reserved and not _expandable() else "",
-        )
-        if less:
-            self._keep_less(max(peak - self.peak, reserved - self._needs))
-
-    def _keep_less(self, excess: int) -> None:
-        """Choose anew where steps take so many bytes more than was planned."""
-        for graphs in {runner.graphs for runner in self._runners.values()}:
-            if graphs is not None:
-                graphs.forget()
-        gc.collect()  # Graphs, whose memory would stay reserved beside that of the next ones
-        torch.cuda.empty_cache()
-        self._limit = self.memory - excess
-        try:
-            place = self._chosen(self._limit)
-        except ConfigError:
-            place = 0
-        self._set(min(place, self._place))
-        self._give_back_once()
 
     def _give_back_once(self) -> None:
         """Give back the memory of a step without graphs, before an optimizer makes its states.
@@ -426,8 +369,7 @@ class Fit:
 
 def _device_of(model: nn.Module) -> torch.device:
     """Return the one device that a model lies on; experts in host memory belong to it."""
-    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
-    if sharded:
+    if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
         raise ConfigError(
             f"fit_memory: {sharded[0]} is sharded over ranks, so that no step of one rank alone "
             "can be measured; call fit_memory before fully_shard or trainer.train()."
@@ -460,19 +402,17 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _limit_of(memory: int | str | None, device: torch.device) -> int:
     """Return the bytes that tensors may take on a device."""
-    if memory is None:
-        if device.type != "cuda":
-            raise ConfigError(
-                f'memory is None, and the model is on {device}: give it, as in memory="24GiB".'
-            )
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
+    if memory is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
         size = parse_bytes(memory) if isinstance(memory, str) else memory
     except ValueError as error:
         raise ConfigError(f"memory is {memory!r}: {error}.") from error
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-        raise ConfigError(f'memory is {memory!r}; give bytes, or a text such as "24GiB".')
+        raise ConfigError(
+            f"memory is {memory!r}, and the model is on {device}: give bytes, or a text such as "
+            '"24GiB".'
+        )
     return size
 
 
@@ -487,11 +427,6 @@ def _pace(device: torch.device) -> Pace:
     if device.type != "cuda":
         return Pace()
     return pace_of(gpu_of_device(torch.cuda.get_device_name(device)))
-
-
-def _expandable() -> bool:
-    """Whether torch's allocator has expandable segments, which leave fewer gaps."""
-    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 
 def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -247,9 +248,7 @@ class FlatRows:
             running.reset(token)
 
     def _own(self, **given: Any) -> Any:
-        if self._before is not None:
-            return self._before(**given)
-        return type(self.stack).forward(self.stack, **given)
+        return (self._before or partial(type(self.stack).forward, self.stack))(**given)
 
 
 def _reason(stack: Any, given: dict[str, Any], cached: bool) -> str | None:

@@ -103,8 +103,7 @@ def has_trls_loss(model: nn.Module) -> bool:
 
 def _home_of_forward(model: nn.Module) -> str:
     """Return the module that defines a model's forward."""
-    forward = vars(model).get("forward")
-    if forward is None:
+    if (forward := vars(model).get("forward")) is None:
         return "transformers."
     # Wrappers copy the name and module of what they wrap, but not this.
     code: Any = getattr(getattr(forward, "__func__", forward), "__globals__", {})

@@ -1,12 +1,22 @@
 """Packed experts in host memory, copied to the device ahead of their use.
 
     offload_experts     moves the experts of decoder layers to host memory, and back
-      _Layer            one decoder layer's codes and statistics: a block of slots.py
+      _Layer            one decoder layer's codes and statistics, in one piece of host memory
         _Hosted         one packed weight, as `packing/decoders.py` asks for it
+      DeviceSlot        memory on the device, with a copy of one layer
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
 it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
 slot is saved between them: autograd keeps a function that fetches (`PackedWeight.refetch`).
+
+A fetch returns a `Lease`. As long as it is referenced, the slot keeps its layer; a later copy to it
+waits for what the device was given to compute until the lease's end. So an exception cannot leave a
+slot taken: where a traceback keeps a lease, another layer of the same slot gets memory of its own.
+A layer always has the same slot, by its place: a CUDA graph that was recorded within a lease reads
+its address, and is replayed within another. Neighbours are in different ones.
+
+    compute stream   | wait for ready | kernels that read the slot | mark |
+    copy stream                                                           | wait for mark | copy |
 """
 
 from __future__ import annotations
@@ -15,7 +25,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -34,7 +44,6 @@ from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from ..planning.hosting import ALIGNMENT, SLOTS
 from .layers import decoder_layers
-from .slots import Copier, DeviceSlot, Slots
 
 
 class HostMemory(mmap.mmap):
@@ -132,7 +141,9 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
         )
     chosen = dict(list(groups.items())[-count:])
     off = Offload(chosen, _device_of(model, chosen))
-    _keep_from_ddp(model)
+    known: Any = vars(model).get(_IgnoredByDDP.attribute, ())
+    if not isinstance(known, _IgnoredByDDP):
+        vars(model)[_IgnoredByDDP.attribute] = _IgnoredByDDP(model, known)
     return off
 
 
@@ -141,12 +152,13 @@ class Offload:
 
     Attributes:
         device: The device that computes.
+        copies: How often a layer's experts have been copied to the device so far.
     """
 
     def __init__(self, groups: Mapping[str, Sequence[PackedList]], device: torch.device) -> None:
-        self._groups, self.device = dict(groups), device
-        self._slots: Slots | None = None
-        self._copies = 0  # To slots that are gone
+        self._groups, self.device, self.copies = dict(groups), device, 0
+        self._slots: list[DeviceSlot] = []
+        self._copier: Any = None
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
         self._own(self)
@@ -173,11 +185,6 @@ class Offload:
         """Number of slots on the device, each as large as the largest layer's packed experts."""
         return min(SLOTS, len(self._blocks))
 
-    @property
-    def copies(self) -> int:
-        """How often a layer's experts have been copied to the device so far."""
-        return self._copies + (0 if self._slots is None else self._slots.copies)
-
     def remove(self) -> None:
         """Move the experts back to the device, and free the host memory and the slots."""
         self.hold(0)
@@ -203,9 +210,14 @@ class Offload:
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
-        for block in self._blocks:
-            block.write(self._slots)
+        for block in self._blocks:  # Else some would be written while a step is measured
+            self._write(block)
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
+
+    def _write(self, block: _Layer) -> None:
+        if outdated := block.outdated():
+            self._forget(block)
+            block.write(outdated)
 
     def __str__(self) -> str:
         nbytes = human_bytes(self.host_nbytes)
@@ -219,26 +231,50 @@ class Offload:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def fetch(self, block: _Layer, training: bool) -> tuple[DeviceSlot, object]:
-        """Return the slot with a layer's experts, and what reserves it."""
+    def fetch(self, block: _Layer, training: bool) -> tuple[DeviceSlot, Lease | None]:
+        """Return the slot with a layer's experts, and what reserves it; then copy the next layer's.
+
+        What the caller's stream is given from now on waits for the copy. In the recording of a
+        CUDA graph, which runs later, nothing is copied, waited for or reserved.
+
+        Raises:
+            RuntimeError: In a recording, the layer is not in its slot, or not reserved there.
+        """
         with self._lock:
-            block.write(self._slots)
-            if self._slots is None:
+            self._write(block)
+            if not self._slots:
+                self._copier = Copier(self.device)
                 most = max(each.memory.nbytes for each in self._blocks)
-                self._slots = Slots(self.slots, most, Copier(self.device))
-            slots, at, last = self._slots, self._blocks.index(block), len(self._blocks) - 1
+                self._slots = [self._new(most) for _ in range(self.slots)]
+            slot = home = self._slots[block.place % len(self._slots)]
+            if self._copier.records():
+                if slot.block is block and slot.leases:
+                    return slot, None
+                raise RuntimeError(
+                    "experts in host memory were read in a CUDA graph that prepare_training does "
+                    "not record, which would read them again after remove() has freed them: in "
+                    "generate, give disable_compile=True; elsewhere, call remove() on what "
+                    "offload_experts returned before recording it"
+                )
+            if slot.block is not block:
+                if slot.leases:
+                    slot = self._new(block.memory.nbytes)
+                self._copy(block, slot)
+            stream = self._copier.here()
+            stream.wait_event(slot.ready)
+            lease = Lease(slot, stream)
+            at, last = self._blocks.index(block), len(self._blocks) - 1
             if in_backward():
                 following = at - 1 if at else 1
             else:  # Forwards; in training then backwards
                 following = at + 1 if at < last else last - 1 if training else 0
-            ahead = self._blocks[following] if last else None
-        return slots.fetch(block, ahead)
-
-    def reserve(self, block: _Layer, training: bool) -> tuple[object | None, object]:
-        """Return a layer's place on the device, or None once its lease has ended."""
-        slot, lease = self.fetch(block, training)
-        slots = self._slots
-        return (ref(slot) if slots is not None and slot is slots.slot(block) else None), lease
+            if last:
+                ahead = self._blocks[following]
+                to = self._slots[ahead.place % len(self._slots)]
+                # A backward may read this layer once more.
+                if to is not home and to.block is not ahead and not to.leases:
+                    self._copy(ahead, to)
+        return slot, lease
 
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on."""
@@ -255,16 +291,33 @@ class Offload:
             block.store.lock(device)
         kernels_run(device)
 
+    def _new(self, nbytes: int) -> DeviceSlot:
+        with torch.inference_mode(False):  # Else nothing outside could be copied to it
+            return DeviceSlot(self._copier.empty(nbytes), self._copier.here())
+
+    def _copy(self, block: _Layer, slot: DeviceSlot) -> None:
+        slot.block = None  # While it is not known whether the copy is under way
+        to = slot.memory[: block.memory.nbytes]
+        slot.ready = self._copier.copy(to, block.memory, slot.marks.values())
+        slot.marks, slot.block = {}, block
+        self.copies += 1
+
+    def _forget(self, block: _Layer | None = None) -> None:
+        """Forget copies, of a layer or of all, and wait until host memory is not read any more."""
+        for slot in self._slots:
+            if slot.block is not None and block in (None, slot.block):
+                with suppress(Exception):  # Of a copy that was not made: nobody needs it now
+                    slot.ready.synchronize()
+                slot.block = None
+
     def _drop_slots(self) -> None:
         with self._lock:
-            if self._slots is not None:
-                self._slots.forget()
-                self._copies += self._slots.copies
-                self._slots = None
+            self._forget()
+            self._slots = []
 
 
 class _Layer:
-    """One decoder layer's packed experts in host memory: a block of slots.py."""
+    """One decoder layer's packed experts in host memory."""
 
     def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
         self.offload, self.place, self._records, end = offload, place, list[_Hosted](), 0
@@ -273,18 +326,18 @@ class _Layer:
             end = self._records[-1].end
         self.store = HostMemory(end, offload.device)
         self.memory = self.store.tensor(0, end)
-        self.write()
+        self.write(self._records)
         for record in self._records:
             record.settle(record)
 
-    def write(self, slots: Slots | None = None) -> None:
-        """Write weights here, at first, and again where load_state_dict has changed them."""
-        outdated = [record for record in self._records if record.state() != record.seen]
-        if outdated and slots is not None:
-            slots.forget(self)
-        # All of them first: after an error, a layer stays whole where it is.
-        copies = [record.written(self.store) for record in outdated]
-        for record, tensors in zip(outdated, copies, strict=True):
+    def outdated(self) -> list[_Hosted]:
+        """Return weights that load_state_dict has changed since they were written."""
+        return [record for record in self._records if record.state() != record.seen]
+
+    def write(self, records: Sequence[_Hosted]) -> None:
+        # All copies first: after an error, a layer stays whole where it is.
+        copies = [record.written(self.store) for record in records]
+        for record, tensors in zip(records, copies, strict=True):
             record.hold(tensors)
 
     def leave(self) -> None:
@@ -327,7 +380,10 @@ class _Hosted:
         return replace(packed, refetch=partial(self.fetch, packed_list), lease=lease)
 
     def reserve(self, packed_list: PackedList) -> tuple[object | None, object]:
-        return self.layer.offload.reserve(self.layer, packed_list.training)
+        """Return the weight's place on the device, or None once its lease has ended."""
+        offload = self.layer.offload
+        slot, lease = offload.fetch(self.layer, packed_list.training)
+        return (ref(slot) if slot in offload._slots else None), lease
 
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
@@ -354,11 +410,9 @@ class _Hosted:
                     copies[-1].copy_(held.detach())
         return copies
 
-    @torch.no_grad()
     def on_device(self, device: torch.device) -> list[Tensor]:
-        with torch.inference_mode(False):
-            held = held_tensors(self.lists[0])
-            return [tensor.detach().to(device, copy=True) for tensor in held]
+        with torch.no_grad(), torch.inference_mode(False):
+            return [each.detach().to(device, copy=True) for each in held_tensors(self.lists[0])]
 
     @torch.no_grad()
     def hold(self, tensors: Sequence[Tensor]) -> None:
@@ -376,6 +430,77 @@ class _Hosted:
         )
         names = *decoder._parameters, *decoder._buffers
         return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
+
+
+class DeviceSlot:
+    """Memory on the device, uint8 `(bytes,)`, and the layer whose copy it holds."""
+
+    def __init__(self, memory: Tensor, stream: Any) -> None:
+        self.memory = memory
+        self.block: _Layer | None = None
+        self.ready: Any = None  # The event that the last copy to it is done
+        # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
+        # allocator gave the memory to before
+        self.marks: dict[Any, Any] = {stream: stream.record_event()}
+        self.leases: set[int] = set()  # Their ids: a set is changed without a lock
+
+
+class Lease:
+    """Keeps a slot as it is, as long as this object is referenced."""
+
+    def __init__(self, slot: DeviceSlot, stream: Any) -> None:
+        self.slot, self.stream = slot, stream
+        slot.leases.add(id(self))
+
+    def __del__(self) -> None:
+        # In any thread, also in the middle of a fetch, where the garbage collector runs. Nothing
+        # is copied to the slot before its lease is discarded.
+        if not sys.is_finalizing():
+            self.slot.marks[self.stream] = self.stream.record_event()
+            self.slot.leases.discard(id(self))
+
+
+class _AtOnce:
+    """A CPU as a stream and as its events: work is complete when it is submitted."""
+
+    def record_event(self) -> _AtOnce:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Copier:
+    """Copies from host memory to one device, on a stream of its own; on a CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_cuda = device, device.type == "cuda"
+        self.stream: Any = torch.cuda.Stream(device) if self.on_cuda else _AtOnce()
+
+    def here(self) -> Any:
+        """Return the stream that the caller computes on."""
+        return torch.cuda.current_stream(self.device) if self.on_cuda else self.stream
+
+    def records(self) -> bool:
+        """Return True while the caller's stream is captured as a CUDA graph."""
+        return self.on_cuda and torch.cuda.is_current_stream_capturing()
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self.on_cuda:
+            # When it is freed, torch gives it to nobody before the copies to it are done.
+            memory.record_stream(self.stream)
+        return memory
+
+    def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
+        """Copy once all events of `after` have come; return the event that it is done."""
+        with torch.cuda.stream(self.stream) if self.on_cuda else nullcontext():
+            for event in after:
+                self.stream.wait_event(event)
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
 
 
 def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
@@ -439,24 +564,17 @@ def tied_lists(lists: Iterable[PackedList]) -> list[list[PackedList]]:
     return list(tied.values())
 
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
-_AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
-"""What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
+class _IgnoredByDDP:
+    """Names in host memory, which DDP ignores in a model, and in one that wraps it later.
 
-
-def _keep_from_ddp(model: nn.Module) -> None:
-    """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
-
-    Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
-    the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
+    Else it would broadcast these codes, and refuse parameters on two kinds of devices. They are
+    looked up at each iteration, since adapters rename what they wrap.
     """
-    host, known = cast(Any, model), model.__dict__.get(_IGNORED, ())
-    if not isinstance(known, _Names):
-        setattr(host, _IGNORED, _Names(model, known))
 
-
-class _Names:
-    """Names in host memory, looked up at each iteration: adapters rename what they wrap."""
+    # As DDP's own `_set_params_and_buffers_to_ignore_for_model` sets it
+    attribute = "_ddp_params_and_buffers_to_ignore"
+    # PEFT and torch.compile put these before names of the model, whose attribute they forward.
+    around = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
 
     def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
         self.model, self.others = model, others
@@ -466,4 +584,4 @@ class _Names:
         for prefix, module in self.model.named_modules():
             if isinstance(module, PackedList) and module.host is not None:
                 for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
-                    yield from (f"{around}{prefix}.{name}" for around in _AROUND)
+                    yield from (f"{around}{prefix}.{name}" for around in self.around)

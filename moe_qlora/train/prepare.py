@@ -25,11 +25,10 @@ from ..lora.targets import base_model
 from ..planning.measure import Loss
 from ..progress import reporting
 from ..world import runs_distributed, world
-from .early_loss import copy_losses_early
 from .flat_rows import flatten_rows, has_flat_rows
 from .layers import decoder_layers, runner_of
 from .liger import apply_liger, has_trls_loss
-from .module_walks import quicken_walks
+from .trainer_loop import copy_losses_early, quicken_walks
 
 if TYPE_CHECKING:
     from .fit import Fit
@@ -87,8 +86,6 @@ def prepare_training(
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
     with ExitStack() as undo:
-        sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
-        sizes |= {"loss": loss} if loss is not None else {}
         check_numbers(batch_size=batch_size, seq_len=seq_len)
         on_cuda = _is_on_cuda(model)
         flat = flatten_rows(model, batch_size, seq_len, fixed=on_cuda)
@@ -102,7 +99,17 @@ def prepare_training(
             also = "; batches run as flat rows" if has_flat_rows(model) else ""
             prepared._lines += [f"prepare_training: this model is not on a CUDA device{also}."]
         if on_cuda or memory is not None:
-            _fit(prepared, model, sizes, undo, loud=on_cuda)
+            from .fit import fit_memory
+
+            bar = on_cuda and sys.stderr.isatty()
+            if on_cuda and not bar and world().is_first():
+                sys.stderr.write(f"{_MEASURES}.\n")
+            sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
+            sizes |= {"loss": loss} if loss is not None else {}
+            with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
+                prepared.fit = fit_memory(model, **sizes)
+            undo.callback(prepared.fit.remove)
+            prepared._lines += [f"Memory: {prepared.fit}.", *([_YOURS] if on_cuda else [])]
         kept = [f"{type(rows.stack).__name__}: {rows.obstacle}" for rows in flat if rows.obstacle]
         if kept or not flat:
             kept = kept or ["this model has no decoder stack that takes input_ids and position_ids"]
@@ -146,7 +153,14 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
     """Set all but `fit_memory` on a model on CUDA."""
     layers: list[Any] = [x for x in decoder_layers(model).values() if _is_on_cuda(x)]
     undo.callback(copy_losses_early(model).remove)
-    prepared._lines.append(_loss(base_model(model), undo))
+    base, said = base_model(model), "Loss: TRL's, in chunks."
+    if not has_trls_loss(base):
+        try:
+            undo.enter_context(apply_liger(base))
+            said = "Liger: loss."
+        except ConfigError as error:
+            said = f"Liger: not used; {error}; the loss stays the model's."
+    prepared._lines.append(said)
     if (obstacle := _obstacle(layers)) is not None:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
         return
@@ -155,7 +169,18 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
 
         maybe_warm_pool()
     if (obstacle := _sharding(model)) is None:
-        prepared._lines += _join(model, undo)
+        from .joined_lora import join_lora
+
+        try:
+            joined = join_lora(model)
+        except Exception as error:  # noqa: BLE001 - training works without
+            said = f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."
+            prepared._lines.append(said)
+        else:
+            undo.callback(joined.remove)
+            if joined.products:
+                said = f"{joined.layers} layers with the same inputs in {joined.products} products"
+                prepared._lines.append(f"LoRA: {said}.")
         obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
     of_all = f"{len(layers)} layers"
     compiled = of_all if compiles else "not used; Triton is not installed"
@@ -172,44 +197,6 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
             layer.compile()
 
 
-def _loss(base: nn.Module, undo: ExitStack) -> str:
-    """Put on a loss in chunks; return what was done."""
-    if has_trls_loss(base):
-        return "Loss: TRL's, in chunks."
-    try:
-        undo.enter_context(apply_liger(base))
-    except ConfigError as error:
-        return f"Liger: not used; {error}; the loss stays the model's."
-    return "Liger: loss."
-
-
-def _join(model: nn.Module, undo: ExitStack) -> list[str]:
-    """Join LoRA layers with the same input, and return what was done; no line without any."""
-    from .joined_lora import join_lora
-
-    try:
-        joined = join_lora(model)
-    except Exception as error:  # noqa: BLE001 - training works without
-        return [f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."]
-    undo.callback(joined.remove)
-    said = f"LoRA: {joined.layers} layers with the same inputs in {joined.products} products."
-    return [said] if joined.products else []
-
-
-def _fit(
-    prepared: PreparedTraining, model: nn.Module, sizes: Any, undo: ExitStack, *, loud: bool
-) -> None:
-    from .fit import fit_memory
-
-    bar = loud and sys.stderr.isatty()
-    if loud and not bar and world().is_first():
-        sys.stderr.write(f"{_MEASURES}.\n")
-    with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
-        prepared.fit = fit_memory(model, **sizes)
-    undo.callback(prepared.fit.remove)
-    prepared._lines += [f"Memory: {prepared.fit}.", *([_YOURS] if loud else [])]
-
-
 def _is_on_cuda(module: nn.Module) -> bool:
     return any(parameter.is_cuda for parameter in module.parameters())
 
@@ -218,9 +205,8 @@ def _obstacle(layers: list[Any]) -> str | None:
     """Return why layers can be neither compiled nor recorded; None if they can be."""
     if not layers:
         return "this model has no decoder layers of transformers' class for checkpointing"
-    for layer in layers:
-        if "forward" in vars(layer) and runner_of(layer) is None:
-            return "other code has replaced the layers' forward, as a device map or offloading does"
+    if any("forward" in vars(layer) and runner_of(layer) is None for layer in layers):
+        return "other code has replaced the layers' forward, as a device map or offloading does"
     return None
 
 

@@ -23,7 +23,6 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.checkpoint.folder import left_behind
 from moe_qlora.distributed import gather
-from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 from tests.helpers.folders import check_folder
 from tests.helpers.ranks import sharded
@@ -231,11 +230,3 @@ def one_process(model: Any, rank: int) -> list[float]:
     if rank:
         return []
     return train(adapted(model), token_batches(0, 4, 6))[2:]
-
-
-def test_an_error_of_the_first_rank_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    codes, texts, _ = ranks.run(save_model, tmp_path / "file", None, 0)
-    assert codes == [1] * WORLD
-    assert len(set(texts)) == 1
-    assert texts[0].startswith(CheckpointError.__name__)

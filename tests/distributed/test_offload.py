@@ -9,7 +9,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
@@ -93,7 +92,6 @@ def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[s
 REFUSED = {
     "fsdp2": "offload_experts, and the model is sharded over ranks",
     "fsdp2, after a step": "offload_experts, and the model is sharded over ranks",
-    "fsdp2, offload": "offload_experts, and the model is sharded over ranks",
     "sharded first": "is sharded over ranks, by an engine",
     "prepare_sharding": "lies in host memory, by offload_experts",
     "ep_size": "distributed_config has ep_size=2, which packed experts do not",
@@ -105,17 +103,16 @@ def run_refusals(folder: str) -> dict[str, str]:
     def hosted() -> Any:
         return load(folder, {}, offload=True)
 
-    def shard(stepped: bool = False, **options: Any) -> Any:
+    def shard(stepped: bool = False) -> Any:
         model = training.adapted(hosted())
         if stepped:
             model(input_ids=torch.arange(6)[None])
-        return sharded(model, **options)(input_ids=torch.arange(6)[None])
+        return sharded(model)(input_ids=torch.arange(6)[None])
 
-    two, policy = DistributedConfig(fsdp_size=2), CPUOffloadPolicy(pin_memory=False)
+    two = DistributedConfig(fsdp_size=2)
     calls: dict[str, Any] = {
         "fsdp2": shard,
         "fsdp2, after a step": lambda: shard(stepped=True),
-        "fsdp2, offload": lambda: shard(offload_policy=policy),
         "sharded first": lambda: moe_qlora.offload_experts(sharded(load(folder, {}))),
         "prepare_sharding": lambda: moe_qlora.prepare_sharding(hosted()),
         "ep_size": lambda: load(folder, {}, DistributedConfig(fsdp_size=2, ep_size=2)),

@@ -1,4 +1,4 @@
-"""A device whose copies come as late as they may: `moe_qlora.train.slots.Copier` for tests.
+"""A device whose copies come as late as they may: `moe_qlora.train.offload.Copier` for tests.
 
 What a slot held is gone as soon as a copy to it is ordered, and the copy is carried out when the
 computing stream waits for it. So a wait that is missing, a slot that is exchanged, or one that is
@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ class Reads(TorchDispatchMode):
 
 @contextmanager
 def delayed(monkeypatch: Any) -> Any:
-    """Within the block, slots are on such a device, of which the list has one for each `Slots`."""
+    """Within the block, slots are on such devices: one in the list each time they are made."""
     made: list[Delayed] = []
 
     def make(_: torch.device) -> Delayed:
@@ -120,9 +119,3 @@ def delayed(monkeypatch: Any) -> Any:
         patched.setattr(offload, "Copier", make)
         yield made
     assert not [fault for each in made for fault in each.faults]
-
-
-def blocks(count: int, nbytes: int = 8) -> list[Any]:
-    """Blocks whose bytes are their number."""
-    memories = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(count)]
-    return [SimpleNamespace(memory=memory, place=i) for i, memory in enumerate(memories)]

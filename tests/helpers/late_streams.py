@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.kernels import moe_layer
+from moe_qlora.kernels import moe_layer, table
 from moe_qlora.kernels.lang import launcher
 
 
@@ -97,6 +97,7 @@ class _Deferring(TorchDispatchMode):
 def replace_launches(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
     """Launch kernels by `run(kernel, grid, *args, **options)` during a test."""
     stub = lambda kernel, grid, _: partial(run, kernel, grid)  # noqa: E731
+    table.kernels()  # imports all: one that is imported later would have the stub for good
     for name, module in list(sys.modules.items()):
         if name.startswith("moe_qlora.kernels.") and hasattr(module, "launcher"):
             monkeypatch.setattr(module, "launcher", stub)

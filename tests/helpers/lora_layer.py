@@ -19,20 +19,27 @@ E, H, INNER, K = 3, 64, 64, 2
 
 
 class Provider:
-    """LoRA of ranks 3 and 5 on two projections of an experts module.
+    """LoRA on two projections of an experts module, by default of one rank each.
 
     `sizes` are the features that come out and go in, by the projection's name.
     """
 
-    def __init__(self, sizes: dict[str, tuple[int, int]], experts: int, dtype: torch.dtype) -> None:
-        self.all = {}
-        for rank, (name, (out, into)) in zip((3, 5), sizes.items(), strict=True):
-            a, b = torch.randn(experts * rank, into), torch.randn(out, rank * experts)
-            leaves = [(t * 0.1).to(dtype).requires_grad_() for t in (a, b)]
-            self.all[name] = (LoraFactors(*leaves, 0.5),)
+    def __init__(
+        self, sizes: dict[str, tuple[int, int]], experts: int, dtype: torch.dtype,
+        ranks: Sequence[Sequence[int]] = ((3,), (5,)), size: float = 0.1, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.all: dict[str, tuple[LoraFactors, ...]] = {}
+        for (name, (out, into)), each in zip(sizes.items(), ranks, strict=True):
+            terms = []
+            for number, rank in enumerate(each):
+                a, b = torch.randn(experts * rank, into), torch.randn(out, rank * experts)
+                leaves = [(t * size).to(dtype).requires_grad_() for t in (a, b)]
+                drops = nn.Dropout(dropout) if dropout else None
+                terms.append(LoraFactors(*leaves, 0.5 + 0.25 * number, drops))
+            self.all[name] = tuple(terms)
 
     def active_lora(self, name: str) -> tuple[LoraFactors, ...]:
-        return self.all[name]
+        return self.all.get(name, ())
 
     def leaves(self) -> list[Tensor]:
         return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]

@@ -14,41 +14,19 @@ from moe_qlora.experts import forward
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 
-SMALL = {
-    "vocab_size": 48,
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 3,
-    "num_experts_per_tok": 2,
-}
+SMALL = {"vocab_size": 48, "hidden_size": 24, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+SMALL |= {"num_attention_heads": 3, "num_key_value_heads": 3}
+WIDTH = "moe_intermediate_size"
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "num_experts": 5,
-        "moe_intermediate_size": 12,
-        "head_dim": 8,
-        "norm_topk_prob": True,
-    },
-    "qwen2_moe": {
-        "num_experts": 4,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-    },
+    "qwen3_moe": {"num_experts": 5, WIDTH: 12, "head_dim": 8, "norm_topk_prob": True},
+    "qwen2_moe": {"num_experts": 4, WIDTH: 12, "shared_expert_intermediate_size": 20},
     "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
-    "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
     "deepseek_v3": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-    | {"moe_intermediate_size": 12, "intermediate_size": 20, "first_k_dense_replace": 1}
-    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    | {"v_head_dim": 8},
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size": 12,
-        "intermediate_size_mlp": 20,
-        "interleave_moe_layer_step": 1,
-        "head_dim": 8,
-        "num_experts_per_tok": 1,
-    },
+    | {WIDTH: 12, "intermediate_size": 20, "first_k_dense_replace": 1, "v_head_dim": 8}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    "llama4_text": {"num_local_experts": 4, "intermediate_size": 12, "num_experts_per_tok": 1}
+    | {"intermediate_size_mlp": 20, "interleave_moe_layer_step": 1, "head_dim": 8},
 }
 OUTSIDE_THE_INTERFACE = {"llama4_text"}
 IDS = torch.randint(0, 48, (2, 7), generator=torch.Generator().manual_seed(0))

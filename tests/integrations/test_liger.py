@@ -128,8 +128,8 @@ def test_the_next_model_of_the_process(model_folder, tmp_path, quiet_loading):
     expected = results(adapted(loaded(model_folder), "all-linear").train())
     apply("qwen3_moe")
     model = loaded(model_folder)
-    names = [type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)]
-    assert set(names) == {"LigerExperts"}
+    names = {type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)}
+    assert names == {"LigerExperts"}
     model.save_pretrained(tmp_path / "packed")
     for again in (model, loaded(tmp_path / "packed", None)):
         assert not moe_qlora.quantize_experts(again, NF4).slow_modules

@@ -19,12 +19,13 @@ from torch import nn
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost
+from moe_qlora.integrations.host import loss_of
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
 from moe_qlora.train import fit as speed_fit
 from moe_qlora.train import graphs as speed_graphs
 from moe_qlora.train import prepare
 from moe_qlora.train.flat_rows import has_flat_rows
-from tests.helpers import training
+from tests.helpers import fitting, training
 
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 12}
 
@@ -181,7 +182,13 @@ def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
         assert prepared.graphs is None and len(cuda) == 1
         assert "torch.compile: 2 layers.\nCUDA graphs: not used; FSDP will" in str(prepared)
         assert all(layer._compiled_call_impl is not None for layer in layers_of(model))
-    assert all(layer._compiled_call_impl is None for layer in layers_of(model))
+    assert state(model) == before
+    for layer in layers_of(model):
+        add_hook_to_module(layer, ModelHook())
+    before = state(model)
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert "not used; other code has replaced the layers' forward" in str(prepared)
+        assert len(str(prepared).splitlines()) == 5
     assert state(model) == before
 
 
@@ -204,17 +211,6 @@ def test_lora_is_joined_where_there_is_something_to_join(cuda, monkeypatch):
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
         assert "LoRA: each layer by itself; ValueError: give pixels." in str(prepared)
         assert "forward" not in vars(layers_of(model)[0].self_attn.q_proj)
-    assert state(model) == before
-
-
-def test_layers_with_a_forward_of_other_code_stay(cuda):
-    model = adapted()
-    for layer in layers_of(model):
-        add_hook_to_module(layer, ModelHook())
-    before = state(model)
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert "not used; other code has replaced the layers' forward" in str(prepared)
-        assert len(str(prepared).splitlines()) == 5 and len(cuda) == 1
     assert state(model) == before
 
 
@@ -293,6 +289,15 @@ def test_pairs_are_two_sequences(objective, size, events):
     host.before_training(adapted(), batch_size=3, seq_len=64, objective=objective).remove()
     said = f"fit of {{'batch_size': {size}, 'seq_len': 64, 'memory': '1GiB'"
     assert events[0].startswith(said) and ("'loss': " in events[0]) == (objective in ("dpo", "kto"))
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo", "one of tomorrow"])
+def test_the_memory_of_a_loss_is_planned(objective):
+    model, loss = fitting.adapted(vocab_size=2048), loss_of(objective)
+    with fitting.fitted(model, **({} if loss is None else {"loss": loss})) as fit:
+        own = loss or fitting.own_loss
+        measured = fitting.measured_peak(model, fitting.token_ids(model), loss_of=own)
+        assert fit.peak == pytest.approx(measured, rel=0.03)
 
 
 @requires_gpu()

@@ -121,31 +121,26 @@ def test_every_recipe_is_short_and_run_here():
         assert name == "run_all" or len(lines) <= most, f"{name}: {len(lines)} lines"
 
 
-@pytest.mark.parametrize("name", ["qwen3_24gb", "mixtral", "glm_air_80gb", "offload"])
-def test_attention_and_experts(name, folder, tmp_path, monkeypatch, evaluated):
+LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"}
+SHARED = {"gate_proj", "up_proj", "down_proj"}  # of shared experts, and of the dense layer
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [
+        *((name, "nf4", ALL) for name in ("qwen3_24gb", "mixtral", "glm_air_80gb", "offload")),
+        ("gpt_oss", "mxfp4", {"experts", "base_layer", "q_proj"}),  # The checkpoint's own codes
+        ("deepseek", "nf4", LATENT | SHARED),
+    ],
+)
+def test_attention_and_experts(name, kind, layers, folder, tmp_path, monkeypatch, evaluated):
     model = run(name, folder, tmp_path, monkeypatch)["model"]
-    packed = list(parametrize.iter_packed(model))
-    assert len(packed) == (2 if name == "glm_air_80gb" else 4)  # glm's first layer is dense
-    kinds = {parametrize.read_packed(module, parameter).kind for _, module, parameter in packed}
-    assert kinds == {"nf4"}
-    assert factors(tmp_path) == ALL
-    assert evaluated() == 3  # before, at half of two steps, and after
-
-
-def test_gpt_oss_keeps_the_codes_of_its_checkpoint(folder, tmp_path, monkeypatch, evaluated):
-    model = run("gpt_oss", folder, tmp_path, monkeypatch)["model"]
     packed = [parametrize.read_packed(*found[1:]) for found in parametrize.iter_packed(model)]
-    assert [weight.kind for weight in packed] == ["mxfp4"] * 4
-    assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
-    assert evaluated() == 3
-
-
-def test_deepseek_adapts_latent_attention_and_others(folder, tmp_path, monkeypatch, evaluated):
-    run("deepseek", folder, tmp_path, monkeypatch)
-    names = factors(tmp_path)
-    assert {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"} <= names
-    assert {"gate_proj", "up_proj", "down_proj"} <= names  # shared experts, the dense layer
-    assert evaluated() == 3
+    assert len(packed) == (2 if name == "glm_air_80gb" else 4)  # A dense layer first
+    assert {weight.kind for weight in packed} == {kind}
+    found = factors(tmp_path)
+    assert found == ALL if layers is ALL else layers <= found
+    assert evaluated() == 3  # before, at half of two steps, and after
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -137,26 +137,24 @@ def test_ten_steps(way, reference, model_folder, tmp_path):
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant, reference, model_folder, tmp_path):
-    run = trainer(
-        adapted_model(model_folder),
-        tmp_path,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
-    )
+@pytest.mark.parametrize(
+    ("way", "prepare", "reentrant"),
+    [
+        ("ours", (), True),
+        ("ours", (), False),
+        ("ours", ["after packing"], None),
+        ("post-build", ["before packing"], None),
+    ],
+)
+def test_checkpointing_and_preparation_do_no_harm(
+    way, prepare, reentrant, reference, model_folder, tmp_path
+):
+    """Preparation turns checkpointing on, and upcasts 16-bit weights: nothing here, no codes."""
+    how = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    options = {} if reentrant is None else {"gradient_checkpointing": True, **how}
+    run = trainer(adapted_model(model_folder, way, prepare), tmp_path, **options)
     run.train()
     assert any(getattr(each, "gradient_checkpointing", False) for each in run.model.modules())
-    assert losses(run) == reference[0]
-    assert_same(adapter(run.model), reference[1])
-
-
-@pytest.mark.parametrize("where", ["before packing", "after packing"])
-def test_preparation_does_no_harm(where, reference, model_folder, tmp_path):
-    """It turns checkpointing on, and upcasts what is in 16 bit: nothing here, and no codes."""
-    way = "post-build" if where == "before packing" else "ours"
-    run = trainer(adapted_model(model_folder, way, prepare=[where]), tmp_path)
-    run.train()
     assert losses(run) == reference[0]
     assert_same(adapter(run.model), reference[1])
 

@@ -192,16 +192,12 @@ def older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
             return nn.Parameter(data, requires_grad)  # gradients, of integers too
 
-    class Older:
-        def __getattr__(self, name: str) -> Any:
-            return Parameter if name == "Parameter" else getattr(nn, name)
-
     def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
         self.orig_dtype, self.reduce_dtype = self.sharded_param.dtype, None
         self.param_dtype = policy.param_dtype  # integers' too
 
     monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
-    monkeypatch.setattr(fsdp_param, "nn", Older())
+    monkeypatch.setattr(fsdp_param, "nn", SimpleNamespace(**{**vars(nn), "Parameter": Parameter}))
     monkeypatch.setattr(fsdp_param.FSDPParam, "init_dtype_attrs", init_dtype_attrs)
 
 
@@ -247,10 +243,7 @@ def test_ranks_do_not_all_load_to_the_first_device(
 @pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])
 def test_what_packed_experts_do_not_support_is_refused(field):
     RankLoad(DistributedConfig()).begin(dict)
+    assert RankLoad(SimpleNamespace(fsdp_size=2)).shards  # of an older transformers
     asked = SimpleNamespace(**{field: 2})
     with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
         RankLoad(asked).begin(dict)
-
-
-def test_a_configuration_of_an_older_transformers_shards():
-    assert RankLoad(SimpleNamespace(fsdp_size=2)).shards

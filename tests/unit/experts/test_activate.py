@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_qlora.detection import detect
-from moe_qlora.errors import ConfigError
+from moe_qlora.errors import ConfigError, QuantizationError
 from moe_qlora.experts import forward
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -110,3 +110,15 @@ def test_one_ranks_share_of_the_experts_is_refused() -> None:
     module._is_expert_parallel = True  # as transformers' plan sets it
     with pytest.raises(ConfigError, match=f"{name} has one rank's experts alone"):
         forward.activate(model, [name])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_derivative_is_refused(compiled: bool) -> None:
+    module = next(iter(experts_of(packed_model()).values()))
+    x, index = torch.randn(6, 64, requires_grad=True), torch.arange(12).view(6, 2) % 4
+    call = torch.compile(module, backend="eager") if compiled else module
+    # The gradient that comes in is a constant: torch's own decorator lets that through.
+    with pytest.raises(QuantizationError, match="first derivatives only, and a second one was"):
+        torch.autograd.grad(call(x, index, torch.rand(6, 2)).sum(), x, create_graph=True)
+    [grad] = torch.autograd.grad(call(x, index, torch.rand(6, 2)).sum(), x)
+    assert grad.isfinite().all()

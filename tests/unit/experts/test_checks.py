@@ -138,3 +138,20 @@ def test_other_forms_of_linear_layers_on_cpus_are_no_cast(folder):
     weight.quant_state.packing_format_for_cpu = False
     with pytest.raises(moe_qlora.QuantizationError, match="were cast from"):
         checks.check_codes(model)
+
+
+def test_a_state_dict_is_loaded_whole_and_crafted_statistics_of_a_layer_are_refused(folder):
+    source, model = (load(folder, torch.bfloat16, adapter=False) for _ in range(2))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.zero_()
+    assert bits(model) != bits(source)
+    state = source.state_dict()
+    assert str(model.load_state_dict(state)).startswith("<All")
+    assert bits(model) == bits(source)
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.quant_state is layer.weight.quant_state
+    key = "model.layers.0.self_attn.q_proj.weight.nested_absmax"
+    state[key] = state[key][:0]
+    with pytest.raises(RuntimeError, match=r"q_proj\.weight has float32 of shape \(0,\) as its"):
+        model.load_state_dict(state)
+    assert bits(model) == bits(source)

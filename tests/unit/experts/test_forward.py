@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 from moe_qlora.experts import forward as experts
-from moe_qlora.experts import operands
+from moe_qlora.experts import operands, projection
 from moe_qlora.packing import codec, decoders, parametrize
 from moe_qlora.packing.settings import CodecSettings
+from tests.helpers import lora_layer
 
 H, I, E, K, T = 24, 20, 5, 2, 13  # noqa: E741 - the intermediate size
 
@@ -117,31 +118,14 @@ def pack(module: nn.Module, style: Style, which=(0, 1), **kwargs) -> nn.Module:
     return module
 
 
-class Provider:
-    """LoRA terms for both projections, as trainable leaves."""
+class Provider(lora_layer.Provider):
+    """LoRA terms for both projections of a style, as trainable leaves."""
 
-    def __init__(
-        self, style: Style, ranks=((3, 2), (4,)), dropout=0.0, dtype=torch.float32, seed=1
-    ):
-        g = torch.Generator().manual_seed(seed)
-        sizes = ((H, 2 * I if style.gate else I), (I, H))
-        self.all = {}
-        for name, (inp, out), rs in zip(names(style), sizes, ranks, strict=True):
-            self.all[name] = tuple(
-                operands.LoraFactors(
-                    a=(torch.randn(E * r, inp, generator=g) * 0.3).to(dtype).requires_grad_(),
-                    b=(torch.randn(out, r * E, generator=g) * 0.3).to(dtype).requires_grad_(),
-                    scaling=0.5 + 0.25 * i,
-                    dropout=nn.Dropout(dropout) if dropout else None,
-                )
-                for i, r in enumerate(rs)
-            )
-
-    def active_lora(self, parameter_name):
-        return self.all.get(parameter_name, ())
-
-    def leaves(self):
-        return [t for terms in self.all.values() for term in terms for t in (term.a, term.b)]
+    def __init__(self, style: Style, ranks=((3, 2), (4,)), dropout=0.0, dtype=torch.float32):
+        sizes = (2 * I if style.gate else I, H), (H, I)
+        torch.manual_seed(1)
+        named = dict(zip(names(style), sizes, strict=True))
+        super().__init__(named, E, dtype, ranks, 0.3, dropout)
 
 
 def routing(dtype=torch.float32, seed=3, tokens=T, empty=()):
@@ -270,26 +254,6 @@ def test_no_tokens_at_all():
     out.sum().backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_changes_nothing(reentrant):
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    provider = Provider(style, dropout=0.3)
-    operands.set_lora_source(module, provider)
-    x, index, weights = routing()
-    leaves = [x, *provider.leaves()]
-    torch.manual_seed(5)
-    plain = gradients(module(x, index, weights), leaves)
-    for leaf in leaves:
-        leaf.grad = None
-    torch.manual_seed(5)
-    out = torch.utils.checkpoint.checkpoint(module, x, index, weights, use_reentrant=reentrant)
-    g = torch.Generator().manual_seed(9)
-    out.backward(torch.randn(out.shape, generator=g))
-    for leaf, grad in zip(leaves, plain, strict=True):
-        assert torch.equal(leaf.grad, grad)
-
-
 def kept_bytes(module, x, index, weights):
     """Bytes of storages that autograd holds, beside inputs and parameters, and the output."""
     known = {t.untyped_storage().data_ptr() for t in (x, index, weights)}
@@ -326,34 +290,19 @@ def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count,
     assert kept_bytes(module, x, index, weights) <= expected
 
 
-def test_never_reads_through_the_parametrization(monkeypatch):
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-
-    def forbidden(*args):
-        raise AssertionError("decoded a whole stack")
-
-    monkeypatch.setattr(decoders.Decoder, "forward", forbidden)
-    x, index, weights = routing()
-    module(x, index, weights).sum().backward()
-
-
 def test_decodes_only_experts_that_have_tokens(monkeypatch):
-    from moe_qlora.experts import projection
-    from moe_qlora.packing import codec
-
-    seen = []
-    real = codec.unpack_range
+    seen, style = [], STYLES["concatenated"]
 
     def watch(stack, start, stop, **kwargs):
         seen.append(start)
-        return real(stack, start, stop, **kwargs)
+        return codec.unpack_range(stack, start, stop, **kwargs)
 
     monkeypatch.setattr(projection, "unpack_range", watch)
-    style = STYLES["concatenated"]
+    # Never by a read, which decodes the whole stack
+    monkeypatch.setattr(decoders.Decoder, "forward", lambda *args: 1 / 0)
     module = pack(make(style), style)
     x, _, weights = routing()
-    module(x, torch.tensor([[1, 3]]).expand(T, K), weights)
+    module(x, torch.tensor([[1, 3]]).expand(T, K), weights).sum().backward()
     assert sorted(set(seen)) == [1, 3]
 
 
@@ -366,16 +315,6 @@ def adapted(style, dtype=torch.float32, compute=None, lora=torch.float32):
     provider = Provider(style, ranks=((3,), (3,)), dtype=lora)
     operands.set_lora_source(module, provider)
     return module, provider
-
-
-def test_a_factor_that_is_frozen_gets_no_gradient():
-    module, provider = adapted(STYLES["non-gated"])
-    frozen, trained, *_ = provider.leaves()
-    frozen.requires_grad_(False)
-    x, index, weights = routing()
-    module(x.detach(), index, weights.detach()).sum().backward()
-    assert frozen.grad is None
-    assert trained.grad is not None
 
 
 def test_fp32_adapters_over_a_bf16_layer_stay_fp32():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -65,7 +64,9 @@ calls = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 @calls
-def test_unpacked_experts_are_a_warning_that_names_the_calls(call: Callable[..., Any]) -> None:
+def test_unpacked_experts_are_a_warning_or_an_error_that_names_the_calls(
+    call: Callable[..., Any],
+) -> None:
     with pytest.warns(UserWarning, match="4 expert weights are not packed") as caught:
         call(tiny_model("qwen3_moe"))
     (warning,) = [one for one in caught if one.category is UserWarning]
@@ -73,31 +74,21 @@ def test_unpacked_experts_are_a_warning_that_names_the_calls(call: Callable[...,
     assert "model.layers.*.mlp.experts.gate_up_proj" in text
     assert "moe_qlora.quantize_experts(model)" in text and "moe_qlora.enabled()" in text
     assert warning.filename == __file__
-
-
-@calls
-def test_unpacked_experts_that_a_config_would_pack_are_an_error(
-    call: Callable[..., Any],
-) -> None:
+    of_another_method = tiny_model("qwen3_moe")
+    of_another_method.config.quantization_config = {"quant_method": "mxfp4"}
+    with pytest.warns(UserWarning, match="are not packed"):
+        call(of_another_method)
     with pytest.raises(ConfigError, match=r"4 expert weights are not packed .* asks for nf4"):
         call(marked())
-
-
-@calls
-@pytest.mark.parametrize("build", [lambda: tiny_model("qwen3_moe"), marked], ids=["16bit", "nf4"])
-def test_unpacked_experts_that_are_meant_are_silent(call: Callable[..., Any], build: Any) -> None:
-    call(build(), unpacked_ok=True)  # warnings are errors
-
-
-@calls
-def test_a_config_that_skips_all_experts_means_it(call: Callable[..., Any]) -> None:
-    call(marked(llm_int8_skip_modules=["experts"]))
     with pytest.raises(ConfigError, match="2 expert weights are not packed"):
         call(marked(llm_int8_skip_modules=["model.layers.0"]))
 
 
 @calls
-def test_partly_packed_and_dense_models_are_silent(call: Callable[..., Any]) -> None:
+def test_unpacked_experts_that_are_meant_are_silent(call: Callable[..., Any]) -> None:
+    for model in (tiny_model("qwen3_moe"), marked()):
+        call(model, unpacked_ok=True)  # warnings are errors
+    call(marked(llm_int8_skip_modules=["experts"]))
     partly = tiny_model("qwen3_moe")
     moe_qlora.quantize_experts(partly, nf4(llm_int8_skip_modules=["model.layers.0"]))
     call(partly)
@@ -106,19 +97,17 @@ def test_partly_packed_and_dense_models_are_silent(call: Callable[..., Any]) -> 
     call(dense)
 
 
-def test_a_config_of_another_method_is_no_error() -> None:
-    model = tiny_model("qwen3_moe")
-    model.config.quantization_config = {"quant_method": "mxfp4"}
-    with pytest.warns(UserWarning, match="are not packed"):
-        assert moe_qlora.target_parameters(model) == []
-
-
 # Lists of module targets that name matrices of experts.
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize(
-    "more", [MLP, ["down_proj"], ["experts"], ["w1", "w2", "w3"]], ids=lambda names: "-".join(names)
+    ("model_type", "more"),
+    [
+        ("qwen3_moe", MLP),
+        ("qwen2_moe", ["down_proj"]),
+        ("mixtral", ["w1", "w2", "w3"]),
+        ("gpt_oss", ["experts"]),
+    ],
 )
 def test_module_targets_that_name_experts_are_told_what_they_leave_out(
     model_type: str, more: list[str]
@@ -130,18 +119,14 @@ def test_module_targets_that_name_experts_are_told_what_they_leave_out(
     assert f"names {', '.join(sorted(more))}," in text
     assert "experts=True" in text and "moe_qlora.target_parameters(model)" in text
     assert not any("experts" in name for name in adapted(peft_model))
+    with pytest.raises(ConfigError, match=r"and nothing else does: pass experts=True"):
+        moe_qlora.get_peft_model(packed(), lora(*more[:1]) if "w1" not in more else lora(*MLP))
 
 
 def test_a_regex_that_names_experts_is_told_so_too() -> None:
     for regex in (r".*\.(q_proj|down_proj)", r".*(q_proj|experts\.\d+\.(gate|up|down)_proj)"):
         with pytest.warns(UserWarning, match="packed expert weights .* get no LoRA"):
             moe_qlora.get_peft_model(packed(), LoraConfig(r=2, target_modules=regex))
-
-
-@pytest.mark.parametrize("modules", [MLP, ["experts"]], ids=["mlp", "experts"])
-def test_targets_that_would_reach_experts_alone_are_an_error(modules: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"and nothing else does: pass experts=True"):
-        moe_qlora.get_peft_model(packed(), lora(*modules))
 
 
 @pytest.mark.parametrize(
@@ -210,33 +195,20 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("add", [False, True], ids=["first", "second"])
-def test_rank_patterns_of_experts_are_not_said_to_be_ignored(add: bool) -> None:
-    fields: Any = {
-        "rank_pattern": {"gate_up_proj": 5, "q_proj": 3},
-        "alpha_pattern": {"down_proj": 7},
-    }
-    model = packed()
+def test_rank_patterns_of_experts_are_not_said_to_be_ignored() -> None:
+    """Only one that matches nothing is, also of a second adapter."""
+    model, fields = packed(), {"alpha_pattern": {"down_proj": 7}}
     fields["target_parameters"] = moe_qlora.target_parameters(model)
-    peft_model = moe_qlora.get_peft_model(model, lora(**({} if add else fields)))
-    if add:
-        peft_model.add_adapter("second", lora(**fields))
-    name = "second" if add else "default"
-    factors = {
-        path: parameter
-        for path, parameter in peft_model.named_parameters()
-        if f"lora_A.{name}" in path
-    }
-    ranks = {path: len(parameter) for path, parameter in factors.items()}
-    assert {rank for path, rank in ranks.items() if "q_proj" in path} == {3}
-    assert {rank for path, rank in ranks.items() if ".base_layer." in path} == {5 * 4}
-
-
-def test_a_pattern_that_matches_nothing_is_still_named_alone() -> None:
-    patterns = {"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}
-    with pytest.warns(UserWarning, match="rank_pattern names gate_up_prj, and nothing") as caught:
-        moe_qlora.get_peft_model(packed(), lora(rank_pattern=patterns), experts=True)
-    assert not any(one.category is RuntimeWarning for one in caught)
+    config = lora(rank_pattern={"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}, **fields)
+    said = "rank_pattern names gate_up_prj, and nothing"
+    with pytest.warns(UserWarning, match=said):
+        peft_model = moe_qlora.get_peft_model(model, config)
+    with pytest.warns(UserWarning, match=said):
+        peft_model.add_adapter("second", config)
+    for name in ("default", "second"):
+        ranks = {n: len(p) for n, p in peft_model.named_parameters() if f"lora_A.{name}" in n}
+        assert {rank for path, rank in ranks.items() if "q_proj" in path} == {3}
+        assert {rank for path, rank in ranks.items() if ".base_layer." in path} == {5 * 4}
 
 
 # Adapters that cannot be loaded.
@@ -249,35 +221,30 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-64])
 
 
+def written(text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / CONFIG).write_text(text)
+
+
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "is no folder; name the one"),
-    "no-config": (lambda d: (d / "adapter_config.json").unlink(), "it has no adapter_config.json"),
-    "bad-config": (lambda d: (d / "adapter_config.json").write_text("{"), "is no valid JSON"),
-    "list": (lambda d: (d / "adapter_config.json").write_text("[]"), "holds list and no JSON"),
-    "kind": (
-        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": "NEW"})),
-        "peft_type='NEW', which the installed PEFT does not know",
-    ),
-    "kind-of-list": (
-        lambda d: (d / "adapter_config.json").write_text(json.dumps({"peft_type": ["LORA"]})),
-        "which the installed PEFT does not know",
-    ),
+    "no-config": (lambda d: (d / CONFIG).unlink(), "it has no adapter_config.json"),
+    "bad-config": (written("{"), "is no valid JSON"),
+    "list": (written("[]"), "holds list and no JSON"),
+    "kind": (written('{"peft_type": "NEW"}'), "'NEW', which the installed PEFT does not know"),
+    "kind-of-list": (written('{"peft_type": ["LORA"]}'), "which the installed PEFT does not know"),
     "rank": (
-        lambda d: (d / "adapter_config.json").write_text('{"peft_type": "LORA", "r": "many"}'),
+        written('{"peft_type": "LORA", "r": "many"}'),
         r"adapter_config\.json is damaged: r is 'many'",
     ),
-    "no-weights": (
-        lambda d: (d / "adapter_model.safetensors").unlink(),
-        r"has no adapter_model\.safetensors",
-    ),
-    "cut": (
-        lambda d: cut(d / "adapter_model.safetensors"),
-        "damaged weights .*download incomplete.*; copy the folder",
-    ),
+    "no-weights": (lambda d: (d / WEIGHTS_FILE).unlink(), rf"has no {WEIGHTS_FILE}"),
+    "cut": (lambda d: cut(d / WEIGHTS_FILE), "damaged weights .*download incomplete.*; copy the"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -62,11 +61,6 @@ def write(module: Any) -> None:
     module.__dict__["forward"] = EAGER.__get__(module)
 
 
-def replace(module: Any) -> None:
-    """A function that has the marks of one that wraps, and does not."""
-    module.forward = functools.update_wrapper(functools.partial(EAGER, module), module.forward)
-
-
 def surround(module: Any) -> None:
     inner = module.forward
     module.forward = lambda *args: inner(*args)
@@ -76,7 +70,7 @@ def hook(module: Any) -> None:
     add_hook_to_module(module, ModelHook())
 
 
-READING: tuple[Callable[[Any], None], ...] = (bind, write, replace)
+READING: tuple[Callable[[Any], None], ...] = (bind, write)
 CALLING: tuple[Callable[[Any], None], ...] = (surround, hook)
 
 

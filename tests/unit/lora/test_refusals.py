@@ -44,6 +44,7 @@ def setting(field: str, value: Any) -> Callable[[], Any]:
     return lambda: moe_qlora.adapt_lora_config(packed("mixtral"), config)
 
 
+MISSPELT = {"target_modules": ["q_proj"], "target_parameters": ["gate_up_prj"]}
 IA3 = peft.IA3Config(target_modules=["k_proj"])
 DORA = LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, use_dora=True)
 CALLS: list[tuple[str, Callable[[], Any]]] = [
@@ -63,6 +64,8 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ),
     (r"experts\.down_proj, a weight of shape \(2, 3, 8, 16\)", four_dimensions),
     ("use_dora", lambda: packed().add_adapter(DORA)),
+    ("use_dora", lambda: peft.get_peft_model(packed(), DORA)),
+    ("no parameter of this", lambda: peft.get_peft_model(packed(), LoraConfig(**MISSPELT))),
     ("lora_config is a str", lambda: packed().add_adapter("default")),
     (r"router.*around them.*'router\.layer'", lambda: adapt("dbrx", target_modules=["router"])),
     ("use a LoraConfig", lambda: moe_qlora.adapt_lora_config(packed(), IA3, experts=True)),

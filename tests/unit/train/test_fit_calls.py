@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
-    EncoderDecoderCache,
     StaticCache,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
-from moe_qlora.train import fit as fit_module
 from tests.helpers import training
 from tests.helpers.fitting import (
     BATCH,
@@ -34,7 +31,6 @@ from tests.helpers.fitting import (
     fitted,
     least_memory,
     measured_peak,
-    on_level,
     token_ids,
     train,
     with_lora,
@@ -178,30 +174,6 @@ def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
         assert all(map(torch.equal, steps(), wanted))
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "cache", "any"])
-def test_a_cache_has_several_names(name: str) -> None:
-    """transformers 5.24 calls a layer's `past_key_values` `cache`."""
-    config = tiny_model("qwen3_moe").config
-    seen: list[Any] = []
-
-    class Layer(GradientCheckpointingLayer):
-        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-            seen.append(kwargs.get(name))
-            return x
-
-    layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
-    full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
-    empty, encoder = DynamicCache(config=config), EncoderDecoderCache(full, DynamicCache())
-    on_level(layer, levels.RECOMPUTE, (1, 2))
-    for cache in (full, encoder, StaticCache(config=config, max_cache_len=8), empty, None):
-        layer(x, **{name: cache})
-    assert seen[:3] == [full, encoder, seen[2]] and seen[2] is not None
-    assert seen[3:] == [None, None]
-    Layer._can_checkpoint_with_cache = True
-    layer(x, **{name: full})
-    assert seen[-1] is full
-
-
 def losses_of(model: Any) -> list[Tensor]:
     batches = [token_ids(model, seed=seed) for seed in (0, 1)]
     return [model(input_ids=ids, labels=ids).loss for ids in batches]
@@ -309,8 +281,6 @@ class _Graphs:
     def run(self, runner: Any, level: str, args: Any, kwargs: Any) -> Any:
         return runner.compute(level, args, kwargs)
 
-    def forget(self) -> None: ...
-
 
 def record(fit: Any) -> None:
     graphs: Any = _Graphs()
@@ -318,42 +288,18 @@ def record(fit: Any) -> None:
         runner.graphs = graphs
 
 
-@pytest.mark.parametrize(
-    ("over", "reserved", "less"),
-    [(1.02, 1.1, False), (1.05, 1.1, False), (2.0, 2.1, True), (1.0, 1.3, True)],
-    ids=["near", "over", "too much", "gaps"],
-)
-def test_the_first_steps_are_compared_with_what_was_planned(
-    over: float,
-    reserved: float,
-    less: bool,
+def test_memory_is_given_back_before_an_optimizers_first_step(
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = adapted()
-    with fitted(model) as fit:
-        most = fit.peak
-    with fitted(model, int(1.2 * most)) as fit:
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
-        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
-        monkeypatch.setattr(fit_module, "_expandable", lambda: False)
+    with fitted(adapted()) as fit:
         given: list[None] = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
         record(fit)
-        for _ in range(4):
-            fit._check_first_steps()
-        assert len(given) == less  # Graphs of before would stay reserved beside the next ones
+        fit._give_back_once()
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         for _ in range(2):
             optimizer.step()
-        assert len(given) == (3 if less else 1)  # Before an optimizer's first step
-        levels = {layer.activations for layer in fit.layers}
-    assert (levels != {"keep"}) is less
-    said = [text for text in caplog.messages if "the first steps took" in text]
-    assert len(said) == (over > 1.03 or less)
-    assert all(("layers keep less on the device" in text) is less for text in said)
-    assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
+        assert len(given) == 1
 
 
 @pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
@@ -376,18 +322,6 @@ def test_more_or_longer_sequences_are_computed_again(
         assert measured_peak(model, ids) <= least_memory(adapted("gpt_oss"), *shape)
     assert caplog.text.count("were promised") == 1
     assert ("sequences of 96 tokens, and 48 were" in caplog.text) == (shape[0] == 1)
-
-
-def test_an_old_choice_does_not_undo_a_newer_one() -> None:
-    model = adapted(num_hidden_layers=4)
-    least = least_memory(model)
-    with fitted(model) as old:
-        old.remove()
-        new = fitted(model, least)
-    assert "recompute" in {layer.activations for layer in new.layers}
-    assert measured_peak(model, token_ids(model)) <= least
-    new.remove()
-    assert not any("forward" in vars(layer) for layer in model.get_base_model().model.layers)
 
 
 def test_a_copy_of_a_fitted_model_keeps_as_much() -> None:

@@ -109,28 +109,6 @@ def test_both_are_undone_in_either_order(first: int) -> None:
     assert off.host_nbytes == 0 and not off.layers
 
 
-def test_steps_that_take_too_much_move_experts_back_to_host_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = adapted(num_hidden_layers=6)
-    ids, weights = token_ids(model), tensors(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model)
-        with fitted(model, least + off.host_nbytes) as fit:
-            assert not off.layers
-            over = fit.peak + off.host_nbytes + (fit.memory - fit.peak) + (1 << 30)
-            monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-            monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: over)
-            monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: over)
-            for _ in range(4):
-                fit._check_first_steps()
-            assert {layer.experts for layer in fit.layers} == {"host"}
-            assert len(off.layers) == 6 and off.host_nbytes
-            assert equal(train(model, ids), resident)
-
-
 def test_the_device_is_that_of_what_is_not_in_host_memory() -> None:
     """On CUDA, parameters of experts in host memory lie on the CPU."""
     model = adapted()

@@ -256,25 +256,22 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
-def test_layers_that_are_computed_again(model: Any, level: str, products: list[int]) -> None:
-    wanted = step(model)
-    join_lora(model)
-    for layer in model.get_base_model().model.layers:
-        on_level(layer, level)
-    products.clear()
-    assert distance(step(model), wanted) < 1e-4
-    assert products == [9] * (2 if level == levels.KEEP else 4)
-
-
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-def test_joined_layers_are_recorded(
-    model: Any, monkeypatch: pytest.MonkeyPatch, products: list[int]
+def test_layers_that_are_computed_again_or_recorded(
+    model: Any, level: str, products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    emulate(monkeypatch)
     wanted = step(model)
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (6, 2)
-        with recorded(model.get_base_model(), levels.KEEP) as graphs:
+        runners = [on_level(each, level) for each in model.get_base_model().model.layers]
+        products.clear()
+        assert distance(step(model), wanted) < 1e-4
+        assert products == [9] * (2 if level == levels.KEEP else 4)
+        for runner in runners:
+            runner.level = None
+            runner.end()
+        emulate(monkeypatch)
+        with recorded(model.get_base_model(), level) as graphs:
             for _ in range(4):
                 assert distance(step(model), wanted) < 1e-4
             assert graphs.recorded == 2 and set(products) == {9}

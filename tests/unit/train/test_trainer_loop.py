@@ -1,4 +1,4 @@
-"""The loss that is copied early: what looks for NaN reads the copy, all else reads the loss."""
+"""What Trainer repeats each step: walks of the module tree, and a look for NaN in the loss."""
 
 import copy
 import math
@@ -7,13 +7,70 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch import Tensor
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.early_loss import EarlyLoss, copy_losses_early
+from moe_qlora.train.trainer_loop import EarlyLoss, copy_losses_early, quicken_walks
+
+
+@pytest.fixture
+def model() -> PeftModel:
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    return moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora, unpacked_ok=True)
+
+
+def assert_as_class(model: PeftModel) -> None:
+    base = model.get_base_model()
+    named = list(type(model).named_parameters(model))
+    found = list(model.named_parameters())
+    assert [name for name, _ in found] == [name for name, _ in named]
+    assert all(one is other for (_, one), (_, other) in zip(found, named, strict=True))
+    for trainable in (False, True):
+        for without in (False, True):
+            counted = base.num_parameters(trainable, without)
+            assert counted == type(base).num_parameters(base, trainable, without)
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_as_the_class_after_each_change_of_the_tree(model: PeftModel, in_training: bool) -> None:
+    """Changes between forwards are seen without looking."""
+    undo, base = quicken_walks(model.train()), model.get_base_model()
+    changes = [
+        lambda: None,
+        lambda: model.add_adapter("more", LoraConfig(r=3, target_modules=["v_proj"])),
+        lambda: model.delete_adapter("more"),
+        lambda: setattr(base, "lm_head", nn.Linear(64, 128)),  # As many modules as before
+        lambda: next(model.parameters()).requires_grad_(True),
+        lambda: setattr(base.lm_head, "weight", nn.Parameter(torch.zeros(128, 64))),
+        lambda: model.to("meta"),
+    ]
+    for change in changes:
+        if in_training:
+            model(input_ids=torch.arange(4)[None])
+        change()
+        assert_as_class(model)
+    assert [*model.named_parameters(recurse=False)] == []
+    assert next(model.named_parameters(prefix="a"))[0].startswith("a.")
+    undo()
+    assert not {"train", "named_parameters"} & set(vars(model))
+    assert "num_parameters" not in vars(base)
+
+
+def test_train_reaches_modules_of_its_own_tree(model: PeftModel) -> None:
+    """Also one that was switched by itself, and those of a copy alone."""
+    quicken_walks(model)
+    assert model.train() is model
+    model.get_base_model().model.layers[1].eval()
+    model.train()
+    assert all(module.training for module in model.modules())
+    twin = copy.deepcopy(model)
+    assert not set(twin.modules()) & set(model.modules())
+    assert_as_class(twin)
+    assert twin.eval() is twin
+    assert not any(module.training for module in twin.modules()) and model.training
 
 
 def early() -> tuple[EarlyLoss, Tensor]:
@@ -58,11 +115,11 @@ def test_a_backward_runs_in_the_state_of_the_forward() -> None:
     assert states == [True, True]
 
 
-def test_trainer_looks_at_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_looks_at_the_copy(
+    model: PeftModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks, isnan = [], torch.isnan
     monkeypatch.setattr(torch, "isnan", lambda x: looks.append(x) or isnan(x))
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora, unpacked_ok=True)
     handle = copy_losses_early(model)
     rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 4
     args = TrainingArguments(
