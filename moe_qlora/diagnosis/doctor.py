@@ -163,9 +163,7 @@ def doctor(
     elif model is not None:
         source = meta_model.source_of(model, quantization_config, trust_remote_code)
         label, notes = source.label, source.notes
-        meta = meta_model.pack(
-            source.build(), source.quantization, linears=source.linears, native=source.native
-        )
+        meta = meta_model.pack(source)
         kinds = _kinds(meta.base, meta.layout, card, rank)
         if device.nbytes is not None:
             where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import NamedTuple
 
 from ..kernels.limits import cdiv
 from .devices import partition, reserve_nbytes
@@ -97,17 +96,10 @@ class Engine:
     name: str  # Of `ENGINES`: "ddp" or "fsdp"
     ranks: int  # How many ranks hold the model together, each with data of its own
 
-    def whole(self, tensor: BlockTensor) -> int:
-        """Return the bytes of a gathered tensor, padding included; 0 where it was never cut."""
-        cut = self._on_rank(tensor) if self._cuts(tensor) else None
-        return 0 if cut is None else cut.numel * self.ranks * cut.itemsize
-
-    def _cuts(self, tensor: BlockTensor) -> bool:
-        return self.name == "fsdp" and tensor.parameter
-
     def _on_rank(self, tensor: BlockTensor) -> BlockTensor:
-        cut = self._cuts(tensor)
-        return replace(tensor, rows=cdiv(tensor.rows, self.ranks)) if cut else tensor
+        if self.name != "fsdp" or not tensor.parameter:
+            return tensor
+        return replace(tensor, rows=cdiv(tensor.rows, self.ranks))
 
     def on_rank(self, block: Block) -> Block:
         """Return what one rank holds of a block."""
@@ -124,13 +116,16 @@ class Engine:
         """
         if self.name != "fsdp":
             return tuple(activities)
-        whole = {name: sum(map(self.whole, block.tensors)) for name, block in blocks.items()}
+
+        def gathered_nbytes(block: Block, *parts: str) -> int:
+            # With padding; buffers were never cut.
+            cut = [t for t in block.tensors if t.parameter and (not parts or t.part in parts)]
+            return self.ranks * sum(t.numel * t.itemsize for t in map(self._on_rank, cut))
+
+        whole = {name: gathered_nbytes(block) for name, block in blocks.items()}
         root = sum(size for name, size in whole.items() if not blocks[name].layer)
         layers = [whole[a.name] if blocks[a.name].layer else 0 for a in activities]
-        trained = [
-            sum(self.whole(t) for t in blocks[a.name].tensors if t.part == "trained")
-            for a in activities
-        ]
+        trained = [gathered_nbytes(blocks[a.name], "trained") for a in activities]
         found = []
         for place, activity in enumerate(activities):
             before = next((size for size in reversed(layers[:place]) if size), 0)
@@ -275,24 +270,19 @@ class DeviceUse:
         return self.needed <= self.capacity
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerBytes:
-    """The memory of an optimizer."""
-
-    resident: int  # On the device at any time
-    paged: int  # In pages that move to the device while they are used
-    step: int  # Temporaries of a step, in addition to states and gradients
-
-
 def optimizer_nbytes(
     optimizer: str, sizes: Sequence[int], itemsize: int, *, foreach: bool = True
-) -> OptimizerBytes:
-    """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
+) -> tuple[int, int, int]:
+    """Return an optimizer's bytes for trained tensors of these sizes, of `itemsize` bytes a weight.
+
+    Those on the device at any time; those in pages, which move there while they are used; and a
+    step's temporaries, in addition to states and gradients.
+    """
     if optimizer == "adamw":
         # The step takes the root of all second moments at once (torch's foreach implementation),
         # or of one after the other: the root, its quotient, and that of the weight before.
         total, largest = itemsize * sum(sizes), itemsize * max(sizes, default=0)
-        return OptimizerBytes(2 * total, 0, total if foreach else 3 * largest)
+        return 2 * total, 0, total if foreach else 3 * largest
     resident = paged = 0
     for size in sizes:
         eight = optimizer.endswith("8bit") and size >= _SMALLEST_8BIT
@@ -302,16 +292,7 @@ def optimizer_nbytes(
             paged += moments
         else:
             resident += moments
-    return OptimizerBytes(resident, paged, 0)
-
-
-class _Moment(NamedTuple):
-    activity: Activity | None  # Whose it is; the optimizer's step is nobody's
-    phase: str  # "forward" or "backward"
-    saved: int  # Bytes of activations that the blocks before it saved
-    work: int  # Its temporaries
-    gradients: int
-    gathered: int = 0  # Weights and gradients that an engine holds whole
+    return resident, paged, 0
 
 
 class StepBudget:
@@ -355,26 +336,21 @@ class StepBudget:
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the peak of the groups [first, last) on one device."""
-        highest = max(map(_total, self._moments(first, last)))
+        highest = max(sum(parts.values()) for _, parts in self._moments(first, last))
         return sum(self._fixed(first, last).values()) + highest
 
     def peak(self, first: int = 0, last: int | None = None) -> Peak:
         """Return the same with its parts, by default of all groups."""
         last = len(self.groups) if last is None else last
-        fixed = self._fixed(first, last)
-        moments = list(self._moments(first, last))
-        every = [self._parts(moment) for moment in moments]
-        names = self.components
-        largest = {name: max(parts.get(name, 0) for parts in every) for name in names}
-        highest = max(moments, key=_total)
-        activity, phase = highest.activity, highest.phase
-        parts = self._parts(highest) | fixed
+        fixed, moments = self._fixed(first, last), list(self._moments(first, last))
+        moment, highest = max(moments, key=lambda moment: sum(moment[1].values()))
+        names, parts = self.components, highest | fixed
         return Peak(
             nbytes=sum(parts.values()),
-            moment="the optimizer's step" if activity is None else f"{phase} of {activity.name}",
+            moment=moment,
             parts={name: parts.get(name, 0) for name in names},
-            largest=largest | fixed,
-            paged=sum(state.paged for state in self._states[first:last]),
+            largest={n: max(parts.get(n, 0) for _, parts in moments) for n in names} | fixed,
+            paged=sum(paged for _, paged, _ in self._states[first:last]),
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
@@ -406,7 +382,7 @@ class StepBudget:
         fixed = {
             **{name: sum(b.parts[part] for b in blocks) for name, part in WEIGHTS.items()},
             "adapters": sum(self._gradients[first:last]),
-            "optimizer states": sum(state.resident for state in self._states[first:last]),
+            "optimizer states": sum(resident for resident, _, _ in self._states[first:last]),
             "library workspace": self.library,
         }
         if self.settings.workspace:
@@ -416,11 +392,12 @@ class StepBudget:
             fixed[name] = fixed.get(name, 0) + nbytes
         return fixed
 
-    def _moments(self, first: int, last: int) -> Iterator[_Moment]:
+    def _moments(self, first: int, last: int) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield each moment that can be the peak, with its bytes beside the fixed ones."""
         every = sum(self._gradients[first:last])
-        steps = [state.step for state in self._states[first:last]]
+        steps = [step for _, _, step in self._states[first:last]]
         step = sum(steps) if self.settings.foreach else max(steps, default=0)
-        yield _Moment(None, "", 0, step, every)
+        yield "the optimizer's step", {"gradients": every, "optimizer step": step}
         accumulates = self.settings.accumulation > 1
         saved, later = 0, every
         for index, activity in self._run:
@@ -428,24 +405,19 @@ class StepBudget:
                 continue
             later -= self._own[activity.name]
             before, after = (every, every) if accumulates else (0, later)
-            gathered = activity.gathered
-            yield _Moment(activity, "forward", saved, activity.forward, before, gathered)
-            gathered += activity.reduced
-            yield _Moment(activity, "backward", saved, activity.backward, after, gathered)
+            for phase, work, gradients, gathered in (
+                ("forward", activity.forward, before, activity.gathered),
+                ("backward", activity.backward, after, activity.gathered + activity.reduced),
+            ):
+                parts = {"kept activations": saved, "gradients": gradients}
+                parts["gathered weights"] = gathered
+                if activity.name == self.last:
+                    parts["logits and loss"] = work
+                else:
+                    dequantized = 0
+                    if not self.settings.workspace:
+                        dequantized = min(self._blocks[activity.name].dequantized, work)
+                    parts["layer at work"] = work - dequantized
+                    parts["decode scratch"] = dequantized
+                yield f"{phase} of {activity.name}", parts
             saved += activity.saved
-
-    def _parts(self, moment: _Moment) -> dict[str, int]:
-        activity, _, saved, work, gradients, gathered = moment
-        parts = {"kept activations": saved, "gradients": gradients, "gathered weights": gathered}
-        if activity is None:
-            return parts | {"optimizer step": work}
-        if activity.name == self.last:
-            return parts | {"logits and loss": work}
-        if self.settings.workspace:
-            return parts | {"layer at work": work}
-        dequantized = min(self._blocks[activity.name].dequantized, work)
-        return parts | {"layer at work": work - dequantized, "decode scratch": dequantized}
-
-
-def _total(moment: _Moment) -> int:
-    return moment.saved + moment.work + moment.gradients + moment.gathered

@@ -91,7 +91,11 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 def pace_of(gpu: Gpu | None) -> Pace:
     """Return an estimate of how quick a card is; that of an H200 where it is not known."""
-    return Pace() if gpu is None else Pace.of(gpu.capability, gpu.tflops)
+    if gpu is None:
+        return Pace()
+    # PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes.
+    link = {7: 11e9, 8: 22e9}.get(gpu.capability[0], Pace().link)
+    return Pace(link, Pace().rate * gpu.tflops / GPUS["H200"].tflops)
 
 
 def unknown_gpu(text: str) -> str:

@@ -28,26 +28,15 @@ RECOMPUTED = 0.26
 """The part of a step that computing all layers again takes (Qwen3-30B-A3B, one H200, micro-batch 4:
 16,521 tokens/s computing all again, and 22,483 keeping all); a forward takes as much."""
 
-_LINK = 55e9
 _RATE = 300e12
-_TFLOPS = 989  # Of an H200, as its maker says
-_LINKS = {7: 11e9, 8: 22e9}
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How quick a device copies and computes. As given here: an H200, where all were measured."""
 
-    link: float = _LINK  # Bytes a second, from page-locked host memory
+    link: float = 55e9  # Bytes a second, from page-locked host memory
     rate: float = _RATE  # Operations a second in a training step
-
-    @classmethod
-    def of(cls, capability: tuple[int, int], tflops: float) -> Pace:
-        """Return an estimate for a card of this compute capability and this nominal speed.
-
-        PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes.
-        """
-        return cls(_LINKS.get(capability[0], _LINK), _RATE * tflops / _TFLOPS)
 
     @property
     def against_measured(self) -> float:

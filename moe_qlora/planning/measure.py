@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from ..lora.targets import base_model
 from .blocks import block_modules, blocks_of, packed_parts
 from .budget import Activity
 from .meta_model import alike
-from .meta_step import BlockRecorder, activities_of, loss_of, passthroughs
+from .meta_step import loss_of, record_step
 from .tracker import MemoryTracker, tensors_of
 
 _HIDDEN = "hidden_states"
@@ -79,30 +80,15 @@ class MeasuredModel:
         tracker: Any = _Allocator(self.device) if cuda else MemoryTracker(known, grain=1)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
-            stack.enter_context(passthroughs(self.modules, self.groups, anchor))
             if not cuda:
                 # What Dynamo sees first under such a mode, it would never compile.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(tracker)
             stack.enter_context(self._holding())
-            start = tracker.live
-            recorder = BlockRecorder(tracker, self.modules)
-            try:
-                loss = _loss_of(self.model, ids, loss_of_batch)
-                if loss_of_batch is not None and recorder.ran_twice:
-                    raise ConfigError(
-                        "loss runs the model more than once with gradients, and one forward is "
-                        "measured: let it concatenate its batches, as TRL's trainers do."
-                    )
-                recorder.start_backward()
-                # Not `backward`: hooks of DDP wait for the gradients of all layers.
-                grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
-                del grads, loss
-            finally:
-                recorder.close()
-        # What the model makes before its first block, such as a cache, counts there.
-        next(iter(recorder.readings.values())).start = start
-        return activities_of(recorder.readings, self.groups, own)
+            loss = partial(_loss_of, self.model, ids, loss_of_batch)
+            once = loss_of_batch is not None
+            args = tracker, self.modules, self.groups, own, anchor, self.trained, loss
+            return record_step(*args, once=once)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

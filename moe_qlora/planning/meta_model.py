@@ -220,28 +220,21 @@ def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
 
 
-def pack(
-    model: Any,
-    config: Any,
-    *,
-    linears: bool,
-    native: Mapping[str, CodecSettings] | None = None,
-    repeats: bool = False,
-) -> MetaModel:
-    """Pack a model on meta by a `BitsAndBytesConfig`, if any: experts, and Linear layers if asked.
+def pack(source: ModelSource, model: Any = None, *, repeats: bool = False) -> MetaModel:
+    """Pack a model of a source on meta, by default a new one.
 
-    `native` maps names of expert weights in native codes of the checkpoint to their settings.
     With `repeats`, layers that are alike but for their place are emptied before.
     """
+    model = source.build() if model is None else model
     unpacked, names = _nbytes(model), [name for name, _ in units_of(model)]
     groups, emptied = _empty_repeated(model) if repeats else ([], {})
     layout = detect(model)
-    if config is not None:
+    if (config := source.quantization) is not None:
         settings = CodecSettings.from_config(config)
         for param in weights_to_pack(model, layout, config, settings):
-            own = (native[name] for name in param.names if native and name in native)
+            own = (source.native[name] for name in param.names if name in source.native)
             parametrize.pack_blank(model, param, next(own, settings))
-        if linears and hasattr(model, "all_tied_weights_keys"):
+        if source.linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
     model.requires_grad_(False)
     for module in model.modules():

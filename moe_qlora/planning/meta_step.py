@@ -6,17 +6,17 @@ an operation makes until its storage dies; on a GPU, memory follows the same ref
 any norm, router, expert or packed Linear layer is counted right; fused attention alone has a
 stand-in (`attention.py`).
 
-A `BlockRecorder` reads the tracker at the borders of blocks (the modules that a device map places
-whole), so that any split of the blocks over devices can be added up afterwards. Of blocks that
-differ in nothing but their place only the first and the last run.
+`record_step` reads a tracker at the borders of blocks (the modules that a device map places whole),
+so that any split of the blocks over devices can be added up afterwards; `measure.py` records a real
+step by it. Of blocks that differ in nothing but their place only the first and the last run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_map
 
+from ..errors import ConfigError
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
@@ -34,8 +35,9 @@ from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import fused_attention
-from .blocks import packed_parts, top_k_in
+from .blocks import block_modules, packed_parts, top_k_in
 from .budget import Activity
+from .meta_model import MetaModel
 from .tracker import MemoryTracker, tensors_of
 
 NO_CAP = 1 << 62
@@ -46,135 +48,147 @@ _LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_s
 _TURNS = 1024  # Tokens of a sequence, up to which they do
 
 
-@dataclass
-class _Readings:
-    start: int
-    grads: bool = True  # Whether it was entered with gradients enabled
-    forward: int = 0
-    backward: int = 0
-    end: int = 0
+def record_step(
+    tracker: Any,
+    blocks: dict[str, nn.Module],
+    groups: Sequence[Sequence[str]],
+    trained: dict[str, int],
+    anchor: Tensor,
+    weights: Sequence[Tensor],
+    loss: Callable[[], Tensor],
+    *,
+    once: bool = False,
+) -> tuple[Activity, ...]:
+    """Run a step and read a tracker at the borders of blocks, by hooks on their modules.
 
+    `tracker` has `live` bytes, and `mark()`, the most since the mark before. Of `groups`, blocks
+    that are alike, the first and the last run, and stand for the others; `anchor` is a scalar with
+    a gradient, for these. `trained` are the bytes of trained parameters of each block, and
+    `weights` these parameters. With `once`, a `loss` that runs the model twice is a `ConfigError`.
 
-class BlockRecorder:
-    """Reads a tracker at the borders of blocks, by hooks on their modules."""
+    Returns:
+        What each block does, in running order.
+    """
+    read: dict[str, dict[str, int]] = {}  # Block -> live bytes at its start and end, its peaks
+    with_gradients: set[str] = set()
+    twice: set[str] = set()
+    in_backward: dict[str, int] | None = None
+    start = tracker.live
 
-    def __init__(self, tracker: MemoryTracker, blocks: dict[str, nn.Module]) -> None:
-        self.tracker = tracker
-        self.readings: dict[str, _Readings] = {}
-        self._in_backward: _Readings | None = None
-        self._again: set[str] = set()  # Blocks that were entered with gradients more than once
-        self._hooks = ExitStack()
-        for name, module in blocks.items():
-            enter, leave = partial(self._on_enter, name), partial(self._on_leave, name)
-            self._hooks.enter_context(module.register_forward_pre_hook(enter))
-            self._hooks.enter_context(module.register_forward_hook(leave))
+    def end_section() -> None:
+        peak = tracker.mark()
+        if in_backward is not None:
+            in_backward["backward"] = max(in_backward["backward"], peak)
+        elif read:
+            last = read[next(reversed(read))]
+            last["forward"], last["end"] = max(last["forward"], peak), tracker.live
 
-    def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if self._in_backward is not None:
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        if in_backward is not None:
             return
-        grads, before, earlier = torch.is_grad_enabled(), 0, self.readings.get(name)
-        if earlier is not None and grads:
-            if earlier.grads:
-                self._again.add(name)
+        grads, before = torch.is_grad_enabled(), 0
+        if name in read and grads:
+            if name in with_gradients:
+                twice.add(name)
             else:  # Of a forward without gradients, as of a reference model: this one is read
-                self._end_forward()
-                before = max(reading.forward for reading in self.readings.values())
-                self.readings.clear()
-        if name not in self.readings:
-            self._end_forward()
-            self.readings[name] = _Readings(self.tracker.live, grads, before)
+                end_section()
+                before = max(block["forward"] for block in read.values())
+                read.clear()
+        if name not in read:
+            end_section()
+            read[name] = {"start": tracker.live, "forward": before, "backward": 0, "end": 0}
+            with_gradients.update({name} if grads else ())
 
-    def _end_forward(self) -> None:
-        peak = self.tracker.mark()
-        if self.readings:
-            last = self.readings[next(reversed(self.readings))]
-            last.forward, last.end = max(last.forward, peak), self.tracker.live
+    def enter_backward(name: str) -> None:
+        nonlocal in_backward
+        end_section()
+        empty = {"start": 0, "forward": 0, "backward": 0, "end": 0}
+        in_backward = read.setdefault(name, empty)
 
-    @property
-    def ran_twice(self) -> bool:
-        """Whether a second forward with gradients followed the first, which is not read."""
-        first = {name for name, reading in self.readings.items() if reading.grads}
-        return bool(first) and first == self._again
+    def leave(name: str, module: nn.Module, args: Any, out: Any) -> None:
+        found = next((t for t in tensors_of(out) if t.requires_grad), None)
+        if in_backward is None and found is not None:
+            found.register_hook(lambda grad: enter_backward(name))
 
-    def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
-        if self._in_backward is not None:
-            return
-        if (tensor := next((t for t in tensors_of(out) if t.requires_grad), None)) is not None:
-            tensor.register_hook(lambda grad: self._enter_backward(name))
-
-    def start_backward(self) -> None:
-        """Note that forward is over: what follows is the last block's loss and backward."""
-        self._end_forward()
-        self._enter_backward(next(reversed(self.readings), ""))
-
-    def _enter_backward(self, name: str) -> None:
-        self._end_backward()
-        self._in_backward = self.readings.setdefault(name, _Readings(0))
-
-    def _end_backward(self) -> None:
-        if self._in_backward is not None:
-            self._in_backward.backward = max(self._in_backward.backward, self.tracker.mark())
-
-    def close(self) -> None:
-        """Take the last reading, and the hooks away."""
-        self._end_backward()
-        self._hooks.close()
+    with ExitStack() as hooks:
+        hooks.enter_context(_passthroughs(blocks, groups, anchor))
+        for name, module in blocks.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
+        value = loss()
+        if once and twice and twice == with_gradients & read.keys():
+            raise ConfigError(
+                "loss runs the model more than once with gradients, and one forward is "
+                "measured: let it concatenate its batches, as TRL's trainers do."
+            )
+        # What follows is the last block's loss and backward.
+        enter_backward(next(reversed(read), ""))
+        # Not `backward`: hooks of DDP wait for the gradients of all layers.
+        grads = torch.autograd.grad(value, weights, allow_unused=True)
+        del grads, value
+        end_section()
+    # What the model makes before its first block, such as a cache, counts there.
+    next(iter(read.values()))["start"] = start
+    stands_for = {name: group[-1] for group in groups for name in group[1:-1]}
+    found: dict[str, Activity] = {}
+    later = 0
+    for name, block in reversed(read.items()):
+        if name not in stands_for:
+            # Less than none is saved where what the blocks before it share is freed, such as masks.
+            forward, backward = block["forward"], block["backward"] - later
+            peaks = (max(size - block["start"], 0) for size in (forward, backward))
+            found[name] = Activity(name, block["end"] - block["start"], *peaks)
+            later += trained.get(name, 0)
+    return tuple(replace(found[stands_for.get(name, name)], name=name) for name in read)
 
 
 def run_meta_step(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    groups: Sequence[Sequence[str]],
-    layers: Sequence[str],
-    trained: dict[str, int],
+    meta: MetaModel,
+    itemsize: int,
     *,
     batch: int,
     seq: int,
     level: str,
-    experts: int = 1,
     card: Card = PORTABLE,
     workspace_cap: int = NO_CAP,
 ) -> tuple[tuple[Activity, ...], int]:
     """Run one training step on meta, by the kernels that are chosen for a card.
 
-    `groups` are the blocks that are alike, and `layers` the decoder layers, which keep what a
-    `level` of `levels.py` says. `trained` are the bytes of the blocks' trained parameters; the
-    model chooses among `experts`.
+    Decoder layers keep what a `level` of `levels.py` says; `itemsize` is that of the adapters.
 
     Returns:
         What each block does, in running order, and the bytes of the workspace, which all blocks of
         a device share.
     """
+    model, groups = meta.model, meta.groups
+    blocks = block_modules(meta.base)
+    blocks |= {name: meta.base.get_submodule(name) for name in meta.emptied}
+    trained = {block.name: itemsize * sum(block.trained) for block in meta.blocks}
+    experts = max((param.num_experts for param in meta.layout.experts), default=1)
     batch, seq = _short_sequences(model, batch, seq)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
-    model.zero_grad(set_to_none=True)
     statistics = (tensor for part in packed_parts(model) for tensor in part.weight.statistics)
     known = [*model.parameters(), *model.buffers(), *statistics, ids, grad_anchor]
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     middle = {name for group in groups for name in group[1:-1]}
+    layers = [block.name for block in meta.blocks if block.layer and block.name not in middle]
     with quiet(), ExitStack() as stack, tracker:
         for each in (
-            passthroughs(blocks, groups, grad_anchor),
             fused_attention(),
             planned_for(card),
             planned(workspace),
             # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
             cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True),
-            _even_counts(batch * seq * top_k_in(base_model(model))),
-            *(_on_level(level, blocks[name]) for name in layers if name not in middle),
+            _even_counts(batch * seq * top_k_in(meta.base)),
+            *(_on_level(level, blocks[name]) for name in layers),
         ):
             stack.enter_context(each)
-        recorder = BlockRecorder(tracker, blocks)
-        try:
-            loss = loss_of(model, ids)
-            recorder.start_backward()
-            loss.backward()
-        finally:
-            recorder.close()
-    model.zero_grad(set_to_none=True)
-    return activities_of(recorder.readings, groups, trained), workspace.nbytes
+        weights = [grad_anchor, *(p for p in model.parameters() if p.requires_grad)]
+        loss = partial(loss_of, model, ids)
+        found = record_step(tracker, blocks, groups, trained, grad_anchor, weights, loss)
+    return found, workspace.nbytes
 
 
 def _even_counts(total: int) -> Any:
@@ -242,44 +256,13 @@ def loss_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
     return loss
 
 
-def activities_of(
-    readings: dict[str, _Readings], groups: Sequence[Sequence[str]], trained: dict[str, int]
-) -> tuple[Activity, ...]:
-    """Return the activities of the blocks that ran, and of those that stand for them in a group."""
-    stands_for = {name: group[-1] for group in groups for name in group[1:-1]}
-    by_name: dict[str, Activity] = {}
-    later = 0
-    for name, block in reversed(readings.items()):
-        if name not in stands_for:
-            # Less than none is saved where what the blocks before it share is freed, such as masks.
-            peaks = (max(size - block.start, 0) for size in (block.forward, block.backward - later))
-            by_name[name] = Activity(name, block.end - block.start, *peaks)
-            later += trained.get(name, 0)
-    return tuple(replace(by_name[stands_for.get(name, name)], name=name) for name in readings)
-
-
 @contextmanager
-def passthroughs(
-    blocks: dict[str, nn.Module], groups: Sequence[Sequence[str]], grad_anchor: Tensor
+def _passthroughs(
+    blocks: dict[str, nn.Module], groups: Sequence[Sequence[str]], anchor: Tensor
 ) -> Iterator[None]:
-    """Replace all blocks of a group but the first and the last by a copy of their hidden states."""
-    with ExitStack() as undo:
-        for first, *middle, _ in groups:
-            like = _Like(grad_anchor)
-            undo.enter_context(blocks[first].register_forward_hook(like.remember, with_kwargs=True))
-            for module in (blocks[name] for name in middle):
-                undo.enter_context(_forward_of(module, like.forward))
-        yield
+    """Let the blocks between a group's first and last return tensors like those of the first."""
 
-
-class _Like:
-    """Returns tensors of the sizes that the first block of a group returned."""
-
-    def __init__(self, grad_anchor: Tensor) -> None:
-        self.grad_anchor = grad_anchor
-        self.makers: Any = None  # Its output, with a function of the hidden states for each tensor
-
-    def remember(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def remember(makers: list[Any], module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         hidden = _hidden_states(args, kwargs)
         kind = (hidden.shape, hidden.dtype)
 
@@ -288,15 +271,23 @@ class _Like:
                 return lambda hidden: item
             shape, dtype = item.shape, item.dtype
             if (shape, dtype) == kind:
-                return lambda hidden: hidden + self.grad_anchor  # with a gradient
+                return lambda hidden: hidden + anchor  # with a gradient
             return lambda hidden: hidden.new_empty(shape, dtype=dtype)
 
-        if self.makers is None:
-            self.makers = tree_map(maker, out)
+        makers += [] if makers else [tree_map(maker, out)]
 
-    def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def copy(makers: list[Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hidden = _hidden_states(args, kwargs)
-        return tree_map(lambda make: make(hidden), self.makers)
+        return tree_map(lambda make: make(hidden), makers[0])
+
+    with ExitStack() as undo:
+        for first, *middle, _ in groups:
+            makers: list[Any] = []
+            hook = partial(remember, makers)
+            undo.enter_context(blocks[first].register_forward_hook(hook, with_kwargs=True))
+            for name in middle:
+                undo.enter_context(_forward_of(blocks[name], partial(copy, makers)))
+        yield
 
 
 def _hidden_states(args: Any, kwargs: Any) -> Tensor:

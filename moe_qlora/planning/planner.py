@@ -22,7 +22,6 @@ from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, levels, meta_model, meta_step
-from .blocks import block_modules
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
 from .hosting import ExpertLayer, Hosting, Pace, slots_nbytes
@@ -110,11 +109,9 @@ class Planner:
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search."""
         batch, seq = self.settings.batch, self.settings.seq
-        peak = self.peak(batch, seq, capacities)
-        uses = self.uses(batch, seq, capacities) if capacities else ()
-        hosting = None
-        if self.settings.offload:
-            hosting = self.hosting(self.activities(batch, seq, capacities)[0])
+        step = self.activities(batch, seq, capacities)
+        budget = self.budget(step)
+        peak, uses = budget.peak(), budget.spread(capacities)
         return MemoryPlan(
             label=self.source.label,
             model_type=self.model_type,
@@ -131,7 +128,7 @@ class Planner:
             device_map={name: use.index for use in uses for name in use.blocks} or None,
             whole=self.with_engine(None).resident if self.settings.engine else None,
             on_disk=self.source.on_disk,
-            hosting=hosting,
+            hosting=self.hosting(step[0]) if self.settings.offload else None,
         )
 
     def peak(self, batch: int, seq: int, capacities: Sequence[int] = ()) -> Peak:
@@ -139,17 +136,11 @@ class Planner:
 
         The workspace keeps to the cap that it has on devices of these bytes.
         """
-        return self.budget(batch, seq, self.activities(batch, seq, capacities)).peak()
+        return self.budget(self.activities(batch, seq, capacities)).peak()
 
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        return self.budget(batch, seq, self.activities(batch, seq, capacities)).spread(capacities)
-
-    def budget(self, batch: int, seq: int, step: Step) -> StepBudget:
-        """Return the budget of what `activities` has returned."""
-        activities, workspace = step
-        settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
-        return self.budget_of(activities, settings)
+        return self.budget(self.activities(batch, seq, capacities)).spread(capacities)
 
     def activities(
         self, batch: int, seq: int, capacities: Sequence[int] = (), *, level: str | None = None
@@ -170,8 +161,10 @@ class Planner:
             activities = (*activities[:-1], Activity(last.name, *sizes))
         return activities, workspace
 
-    def budget_of(self, activities: Sequence[Activity], settings: Settings) -> StepBudget:
-        """Return the budget of a step."""
+    def budget(self, step: Step) -> StepBudget:
+        """Return the budget of what `activities` has returned."""
+        activities, workspace = step
+        settings = replace(self.settings, workspace=workspace)
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
         ordered = sorted(self.rank_blocks, key=lambda block: run.get(block.name, -1))
@@ -203,19 +196,9 @@ class Planner:
     def _run_step(self, batch: int, seq: int, cap: int, level: str) -> Step:
         meta = self.meta
         try:
+            where: dict[str, Any] = {"card": self.card, "workspace_cap": cap}
             return meta_step.run_meta_step(
-                meta.model,
-                block_modules(meta.base)
-                | {name: meta.base.get_submodule(name) for name in meta.emptied},
-                meta.groups,
-                [block.name for block in meta.blocks if block.layer],
-                {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
-                batch=batch,
-                seq=seq,
-                level=level,
-                experts=max((param.num_experts for param in meta.layout.experts), default=1),
-                card=self.card,
-                workspace_cap=cap,
+                meta, self.itemsize, batch=batch, seq=seq, level=level, **where
             )
         except MoeQloraError:
             raise
@@ -239,13 +222,7 @@ class Planner:
                 self.notes.append(self.eager)
             if (counted := attention.make_countable(model)) is not None:
                 self.notes.append(counted)
-            meta = meta_model.pack(
-                model,
-                source.quantization,
-                linears=source.linears,
-                native=source.native,
-                repeats=repeats,
-            )
+            meta = meta_model.pack(source, model, repeats=repeats)
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)

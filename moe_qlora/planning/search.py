@@ -33,13 +33,11 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     layers = tuple(block.name for block in blocks if block.name in decoder)
     if not layers:
         return None
-    # Whether the settings have gradient checkpointing does not matter: this is in its place.
-    settings = replace(planner.settings, checkpointing=True)
-    hosting = planner.hosting(blocks) if settings.offload else None
+    hosting = planner.hosting(blocks) if planner.settings.offload else None
 
     def fullest(choice: Choice) -> tuple[int, DeviceUse]:
         """Return the peak of the fullest device, which the planner has no experts on."""
-        budget = planner.budget_of(choice.activities, replace(settings, workspace=workspace))
+        budget = planner.budget((choice.activities, workspace))
         brought = 0 if hosting is None else hosting.freed(hosting.most) - hosting.freed(choice.host)
         peaks = zip((peak + brought for peak in budget.peaks_on(uses)), uses, strict=True)
         return max(peaks, key=lambda pair: _needed(pair[0]) / pair[1].capacity)
@@ -82,7 +80,7 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
         return planner.activities(batch, seq, capacities)
 
     def fullness(step: Step) -> float:
-        uses = planner.budget(settings.batch, settings.seq, step).spread(capacities)
+        uses = planner.budget(step).spread(capacities)
         return max(use.needed / use.capacity for use in uses)
 
     low, high = 0, limit // grain + 1

@@ -195,9 +195,7 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
 
 def bytes_by_kind(source: meta_model.ModelSource) -> tuple[str | None, dict[str, list[int]]]:
     """Return the packed type, and by kind: weights, bytes as loaded, bytes after packing."""
-    meta = meta_model.pack(
-        source.build(), source.quantization, linears=source.linears, native=source.native
-    )
+    meta = meta_model.pack(source)
     plain = {name: weight.nbytes for name, weight in source.build().named_parameters()}
     kinds: dict[str, list[int]] = {kind: [0, 0, 0] for kind in KINDS}
     counted: set[int] = set()

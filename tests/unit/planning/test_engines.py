@@ -15,9 +15,6 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.planning.budget import (
     ENGINES,
-    Activity,
-    Block,
-    BlockTensor,
     Engine,
     Settings,
 )
@@ -61,9 +58,6 @@ def nbytes(tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-# Shares
-
-
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("ranks", [2, 7])
 def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
@@ -105,42 +99,6 @@ def test_ddp_has_all_and_its_buckets():
     changed = {"gradient buckets": buckets, "gathered weights": 0}
     changed["quantization statistics"] = one.peak.parts["quantization statistics"] + padding
     assert made.peak.parts == one.peak.parts | changed
-
-
-# What is gathered
-
-
-def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
-    def tensors(*rows: int, trained: int = 0) -> tuple[BlockTensor, ...]:
-        own = tuple(BlockTensor("other", count, 10, 2) for count in rows)
-        return (*own, BlockTensor("trained", trained, 1, 4)) if trained else own
-
-    blocks = [
-        Block("embed", tensors=tensors(100)),
-        *(Block(f"layers.{i}", layer=True, tensors=tensors(7 + i, trained=9)) for i in range(3)),
-        Block("norm", tensors=tensors(1)),
-        Block("head", tensors=tensors(50)),
-    ]
-    activities = [Activity(block.name, 0, 0, 0) for block in blocks]
-    return {block.name: block for block in blocks}, activities
-
-
-def test_fsdp_gathers_the_root_and_two_layers():
-    blocks, activities = layers_by_hand()
-    counted = Engine("fsdp", 4).with_gathered(activities, blocks)
-    # Padded to multiples of 4 rows: 100 + 4 + 52 of the root, 8, 8 and 12 of the layers, and of
-    # their 9 trained ones 12.
-    root, trained = (100 + 4 + 52) * 20, 12 * 4
-    layers = [8 * 20 + trained, 8 * 20 + trained, 12 * 20 + trained]
-    assert [activity.gathered for activity in counted] == [
-        2 * root,
-        root + layers[0] + layers[1],
-        root + layers[1] + layers[2],
-        root + layers[2] + layers[2],
-        root + layers[2],
-        root + layers[2],
-    ]
-    assert [activity.reduced for activity in counted] == [trained] * 4 + [0, 0]
 
 
 # The whole plan
@@ -187,25 +145,12 @@ def test_groups_of_ranks():
     assert same.peak == made.peak
 
 
-# The command line
-
-
-@pytest.fixture
-def cli(cli, tmp_path, monkeypatch):
-    """Run `moe-qlora plan FOLDER ARGUMENTS` without a search: exit code, stdout, stderr."""
-    small(num_hidden_layers=1).save_pretrained(tmp_path)
+def test_the_command_plans_a_rank(cli, tmp_path, monkeypatch):
     monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
-    return partial(cli, "plan", tmp_path, "--seq", 64)
-
-
-def test_cli_plans_a_rank(cli, tmp_path):
-    code, out, err = cli("--gpus", "2x1GiB", "--fsdp", 2)
+    small(num_hidden_layers=1).save_pretrained(tmp_path)
+    asked = "--seq", 64, "--fsdp", 4, "--quant", "fp4", "--no-double-quant", "--json"
+    code, out, err = cli("plan", tmp_path, *asked)
     assert (code, err) == (0, "")
-    out = " ".join(out.split())
-    for words in ("on each of 2 ranks (FSDP2)", "; on each rank", "gathered weights", "It fits: "):
-        assert words in out
-    assert "0-1 " in out  # both devices in one row
-    code, out, err = cli("--fsdp", 4, "--json")
-    assert (code, err) == (0, "")
-    made = plan(str(tmp_path), seq=64, engine="fsdp:4")
+    fp4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
+    made = plan(str(tmp_path), fp4, seq=64, engine="fsdp:4")
     assert json.loads(out) == json.loads(json.dumps(made.as_dict()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
@@ -105,14 +104,11 @@ def test_a_plan_keeps_all_that_its_device_holds_and_never_more():
         assert levels == sorted(levels)  # from the last layer on
     assert made.fit.counts["keep"] >= 3
     assert 1.0 <= made.fit.gain <= 1.36
-
-
-def test_where_nothing_fits_all_is_recomputed_and_without_devices_nothing_is_said():
+    # Where nothing fits all is computed again, and without devices nothing is said.
     made = fit_at("700MiB", seq=1 << 16)
     assert made.fits is made.fit.fits is False
     assert made.as_dict()["fit"] == {"keep": 0, "part": 0, "recompute": 4, "host": 0}
     assert fit_at(None).as_dict()["fit"] is None
-    assert json.loads(json.dumps(fit_at("1TiB").as_dict()))["fit"]["keep"] == 4
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])

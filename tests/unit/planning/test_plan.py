@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations_with_replacement, pairwise
@@ -17,7 +16,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.kernels import limits
-from moe_qlora.kernels.cards import PORTABLE, of_capability
+from moe_qlora.kernels.cards import of_capability
 from moe_qlora.models import named
 from moe_qlora.planning import attention as meta_attention
 from moe_qlora.planning import budget, devices, meta_step
@@ -50,6 +49,7 @@ PACKINGS = {
     "int8": {"load_in_8bit": True},
     "skips": {"load_in_4bit": True, "llm_int8_skip_modules": ["q_proj", "lm_head"]},
 }
+NO_EXPERTS = {"load_in_4bit": True, "llm_int8_skip_modules": ["experts"]}
 GIB = 1 << 30
 
 
@@ -134,30 +134,6 @@ def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapter
 
 
 HOPPER = of_capability((9, 0))
-
-
-@pytest.mark.parametrize(
-    ("card", "limit", "kind"),
-    [
-        (PORTABLE, limits.ROWS_ON_QUANTIZED, "nf4 double"),
-        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, "nf4 double"),
-        (PORTABLE, limits.ROWS_ON_QUANTIZED, "int8"),
-    ],
-)
-def test_rows_up_to_which_nothing_is_dequantized(card, limit, kind):
-    """Of each card its own limit."""
-    config = qwen3_30b(num_hidden_layers=2, vocab_size=4096)
-    source = source_of(config, BitsAndBytesConfig(**PACKINGS[kind]))
-    made = Planner(source, Settings(checkpointing=kind != "int8"), card=card)
-    quantized, dequantized = (made.activities(1, rows * 16)[1] for rows in (limit, limit + 1))
-    first, second = 128 * 2048 * 1536 * 2, 128 * 2048 * 768 * 2
-    assert quantized == (0 if kind == "int8" else STATISTICS)
-    if kind == "int8":
-        assert dequantized == first
-    elif card == PORTABLE:  # a recomputation's two weights stay for backward
-        assert dequantized == first + second
-    else:  # forward is on the codes, and backward's two weights take turns
-        assert dequantized == first + STATISTICS
 
 
 @pytest.fixture
@@ -247,7 +223,7 @@ def test_adamw_states_are_torchs(dtype):
         if key != "step"
     )
     counts = [p.numel() for p in parameters]
-    assert optimizer_nbytes("adamw", counts, dtype.itemsize).resident == real
+    assert optimizer_nbytes("adamw", counts, dtype.itemsize)[0] == real
 
 
 def test_bitsandbytes_states():
@@ -268,9 +244,9 @@ def test_bitsandbytes_states():
             if isinstance(tensor, torch.Tensor) and not key.startswith("qmap")
         )
         said = optimizer_nbytes(name, [p.numel() for p in parameters], 4)
-        assert said.resident + said.paged == real, name
+        assert sum(said[:2]) == real, name
     paged = optimizer_nbytes("paged_adamw", [99_999, 100_000], 4)
-    assert (paged.resident, paged.paged) == (8 * 99_999, 8 * 100_000)
+    assert paged[:2] == (8 * 99_999, 8 * 100_000)
 
 
 # Devices
@@ -352,15 +328,11 @@ def test_device_map_is_whole_even_and_usable(no_levels):
     assert (made.device_map["model.embed_tokens"], made.device_map["lm_head"]) == (0, 1)
     assert made.device_map["model.rotary_emb"] == 0
     assert not any(name.startswith("model.layers.0.") for name in made.device_map)
+    tied = plan(small(tie_word_embeddings=True), gpus="2x1GiB", seq=64, search=False).device_map
+    assert tied["lm_head"] == tied["model.embed_tokens"] and {*tied.values()} == {0, 1}
     peaks = [use.peak.nbytes for use in made.devices]
     assert max(peaks) < 0.75 * made.peak.nbytes + budget.LIBRARY_BYTES
     assert sum(use.weights for use in made.devices) == made.resident
-
-
-def test_tied_head_stays_with_the_embedding(no_levels):
-    made = plan(small(tie_word_embeddings=True), gpus="2x1GiB", seq=64, search=False)
-    assert made.device_map["lm_head"] == made.device_map["model.embed_tokens"]
-    assert set(made.device_map.values()) == {0, 1}
 
 
 def test_device_map_of_a_packed_model_dispatches(no_levels):
@@ -455,23 +427,16 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
     ("asked", "message"),
     [
         ({"seq": 0}, "seq is 0; give a whole number of 1 or more."),
-        ({"batch": 1.5}, "batch is 1.5; give a whole number of 1 or more."),
         ({"rank": -1}, "rank is -1; give a whole number of 1 or more."),
         ({"optimizer": "lion"}, "optimizer is 'lion'; give one of adamw, "),
         ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; give one of float32, "),
         ({"targets": ""}, "targets='' names nothing in this model"),
         ({"targets": "attention,banana"}, "names 'banana', which is no target and no module of "),
-        (
-            {"targets": "banana"},
-            "give attention, experts, all-linear, or names of modules, such as q",
-        ),
-        ({"targets": "all-linear, expert"}, "(did you mean experts"),
         ({"targets": "attention,q_prj"}, "(did you mean q_proj"),
         ({"targets": "self_attn.q_proj,layers.99.self_attn.q_proj"}, "names 'layers.99.self_attn."),
         ({"targets": "input_layernorm"}, "PEFT cannot put LoRA on 'input_layernorm': "),
         ({"gpus": 0}, "gpus: 0 is no size of a device"),
         ({"gpus": "24"}, "gpus: 24 is a number of bytes; write 24GiB."),
-        ({"gpus": "80GiB,2x48"}, "gpus: 48 is a number of bytes; write 48GiB."),
         ({"gpus": "3060"}, "gpus: 3060 is a number of bytes; write the memory, as in 24GiB."),
         ({"gpus": "2xH10"}, "nor a card that is known (did you mean H100"),
         ({"gpus": "A100"}, "write A100-80GB or A100-40GB"),
@@ -479,15 +444,22 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
         ({"engine": "zero"}, "engine is 'zero'; give ddp or fsdp, or with ranks, as in fsdp:4."),
         ({"engine": "ddp"}, "ddp takes the number of ranks from gpus: give gpus, or ddp:2."),
         ({"engine": "ddp", "gpus": "1x80GiB"}, "ddp is 1; give the number of ranks, 2 or more."),
-        ({"fsdp": 1}, "fsdp is 1; give the number of ranks, 2 or more."),
         ({"engine": "fsdp:two"}, "fsdp is two; give the number of ranks, 2 or more."),
         ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has a GPU to itself"),
-        ({"fsdp": 2, "gpus": "24GiB"}, "at least 2 GPUs, or leave fsdp out."),
         (
             {"ddp": 4, "gpus": "8x80GiB"},
             "layers are not spread over several; give 8 ranks, or 4",
         ),
         ({"fsdp": 3, "gpus": "8x80GiB"}, "fsdp is 3, which does not divide the 8 GPUs of gpus"),
+        ({"offload": True, "gpus": "2x1TiB"}, "offload is True, and experts in host memory are"),
+        ({"offload": True, "gpus": "2x1TiB", "fsdp": 2}, "give one GPU, or ddp, or leave offload"),
+        (
+            {
+                "offload": True,
+                "quantization_config": {**DOUBLE, "llm_int8_skip_modules": ["experts"]},
+            },
+            "has no packed experts that could lie in host memory",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(asked, message):
@@ -507,49 +479,3 @@ def test_models_that_are_none():
     )
     with pytest.raises(moe_qlora.ConfigError, match="has adapters already"):
         plan(wrapped)
-
-
-# The command line
-
-
-@pytest.fixture
-def cli(cli, tmp_path):
-    """Run `moe-qlora plan FOLDER ARGUMENTS`: exit code, stdout, stderr."""
-    small(num_hidden_layers=2).save_pretrained(tmp_path)
-    return partial(cli, "plan", tmp_path)
-
-
-def test_cli_json_is_the_plan(cli, tmp_path):
-    code, out, err = cli("--json", "--seq", 128, "--rank", 8, "--quant", "fp4", "--no-double-quant")
-    assert (code, err) == (0, "")
-    made = plan(
-        str(tmp_path),
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"},
-        seq=128,
-        rank=8,
-    )
-    said = json.loads(out)
-    assert said == json.loads(json.dumps(made.as_dict()))
-    assert (said["quantization"], said["fits"]) == ({"kind": "fp4", "double_quant": False}, None)
-
-
-def test_cli_errors_are_one_line(cli):
-    for arguments in (("--gpus", "many"), ("--seq", 0), ("--ddp",), ("--ddp", 2, "--fsdp", 2)):
-        code, out, err = cli(*arguments)
-        assert (code, out) == (2, ""), arguments
-        assert err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_cli_table(cli):
-    code, out, err = cli("--gpus", "2x1GiB", "--seq", 32768)
-    assert (code, err) == (0, "")
-    words_of_all = ("packed experts", "quantization statistics", "logits and loss", "It fits: ")
-    for words in (*words_of_all, " as nf4, double quantization;"):
-        assert words in out
-    assert "model.layers.* (" in out
-
-
-@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
-def test_a_size_that_makes_no_sense_is_named_as_it_was_given(name):
-    with pytest.raises(moe_qlora.ConfigError, match=f"{name} is 0; give a whole number"):
-        moe_qlora.plan(qwen3_30b(), **{name: 0})

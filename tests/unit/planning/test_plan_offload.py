@@ -73,18 +73,6 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
     assert all(seen[0][0]) and not any(seen[-1][0])
 
 
-@pytest.mark.parametrize("where", [{"gpus": "2x1TiB"}, {"gpus": "2x1TiB", "fsdp": 2}])
-def test_what_offload_experts_refuses_is_not_planned(where):
-    with pytest.raises(moe_qlora.ConfigError, match=r"^offload is True, and .* one GPU"):
-        plan_of(offload=True, **where)
-
-
-def test_a_model_without_packed_experts_has_none_to_offload():
-    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
-    with pytest.raises(moe_qlora.ConfigError, match="no packed experts that could lie in host"):
-        plan(LARGE, skipping, offload=True)
-
-
 def test_a_model_that_is_larger_than_the_card_fits_with_experts_in_host_memory():
     made = plan("qwen3-30b-a3b", gpus="8GiB", offload=True, prepared=True, search=False)
     assert made.fits and made.fit.fits and made.fit.needed <= made.fit.memory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-
 import pytest
 import torch
 
@@ -44,11 +42,3 @@ def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
         with tracker.MemoryTracker(inputs):
             assert kinds() == plain
     assert len(tracker._made) > 3 * len(inputs)
-
-
-def test_tensors_in_nested_containers_are_found_in_order():
-    a, b, c, d, e = torch.ones(5).unbind()
-    pair = namedtuple("pair", "first second")
-    tree = [a, (1, [b, None], "text"), {"key": c, "other": (2.0, d)}, pair(torch.int8, e)]
-    found = tracker.tensors_of(tree)
-    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e)]

@@ -6,15 +6,13 @@ import json
 from functools import cache
 from importlib.util import find_spec
 from shlex import split
-from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 
-from moe_qlora.planning.budget import Activity, Settings
 from moe_qlora.planning.planner import LIGER_LOSS
-from moe_qlora.planning.search import RUNGS, largest
+from moe_qlora.planning.search import RUNGS
 from moe_qlora.testing import tiny_model
 from moe_qlora.versions import installed_version
 from tests.helpers.plans import plan as plan_of
@@ -48,28 +46,6 @@ def needed(**given):
 
 def values(made):
     return {name: v for name, v in made.best.values().items() if name not in ("seq", "prepared")}
-
-
-@pytest.mark.parametrize("power", [0.5, 1, 2])
-@pytest.mark.parametrize("capacity", [1, 900, 1000, 12_345, 10**9])
-def test_the_largest_size_fits_and_the_next_ones_do_not(power, capacity):
-    """Of steps that grow with their tokens more slowly, and more quickly, than a line."""
-    need = lambda tokens: 100 + tokens**power  # noqa: E731
-
-    class Steps:
-        settings = Settings(seq=1024)
-
-        def activities(self, batch, seq, capacities):
-            return (Activity("layer", seq, 0, 0),), 0
-
-        def budget(self, batch, seq, step):
-            use = SimpleNamespace(needed=need(step[0][0].saved), capacity=capacity)
-            return SimpleNamespace(spread=lambda capacities: [use])
-
-    found = largest(Steps(), [capacity], "seq", 8, 1 << 20)
-    assert not found or need(found) <= capacity
-    more = found + max(8, found // 128 // 8 * 8 + 8)
-    assert more > 1 << 20 or need(more) > capacity
 
 
 def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
