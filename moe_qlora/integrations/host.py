@@ -27,6 +27,7 @@ from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError,
 from .settings import ExpertsSettings
 
 _log = logging.getLogger(__name__)
+_NAMES = ("target_parameters", "exclude_modules")  # PEFT narrows target_modules to what it finds
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -175,12 +176,18 @@ class ExpertsHost:
                 seen = f"lora_experts is {wanted!r} and the {type(peft_model).__name__}"
                 raise AdapterError(f"{seen} has no adapter: make it with PEFT first.")
             return peft_model
+        from ..lora.config import AdaptedLoraConfig
         from ..lora.model import connect_adapters, set_dropout
         from ..lora.targets import expert_parameters, names_parameter
 
         connect_adapters(peft_model)
-        dropout = getattr(self._adapted, "lora_dropout", 0.0)
+        adapted: Any = self._adapted
+        dropout = getattr(adapted, "lora_dropout", 0.0)
         for adapter, config in configs.items():
+            if isinstance(config, AdaptedLoraConfig) and isinstance(adapted, AdaptedLoraConfig):
+                pairs = [(getattr(config, n), getattr(adapted, n)) for n in _NAMES]
+                if all(a == b or {*(a or ())} == {*(b or ())} for a, b in pairs):
+                    config._callers = adapted._callers  # For files: not lists that a loader made
             if dropout:
                 set_dropout(peft_model, adapter, dropout)
             targets = getattr(config, "target_parameters", None) or ()

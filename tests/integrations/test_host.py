@@ -163,6 +163,10 @@ def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path, tmp_path:
     assert [drop.p for drop in drops] == [0.2] * 8
     torch.testing.assert_close(logits(theirs.eval()), logits(right.eval()))
     theirs.save_pretrained(tmp_path)
+    right.save_pretrained(tmp_path / "right")
+    files = [peft.PeftConfig.from_pretrained(each) for each in (tmp_path, tmp_path / "right")]
+    for name in names:  # Files have the caller's spelling, not the loader's lists
+        assert getattr(files[0], name) == getattr(files[1], name)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     stock = peft.PeftModel.from_pretrained(plain, tmp_path)
     assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
