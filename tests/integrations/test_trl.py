@@ -208,6 +208,10 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
     for ours, theirs in logs:
         for name in [name for name in theirs if re.search("time|per_second", name)]:
             ours[name] = theirs[name]
+        if device == "cuda" and "mean_token_accuracy" in theirs:  # Of some 40 tokens, in bf16
+            assert ours.pop("mean_token_accuracy") == pytest.approx(
+                theirs.pop("mean_token_accuracy"), abs=0.1
+            )
         assert ours == pytest.approx(theirs, **near)
     assert len(losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
 
