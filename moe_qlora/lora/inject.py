@@ -6,6 +6,7 @@ It is logged as a warning, which is seen without any settings.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,25 +52,33 @@ def coverage(model: nn.Module, adapter: str) -> str:
 
 
 def announce(model: nn.Module) -> None:
-    """Log the line at the first forward of `model` in training; does nothing a second time."""
-    if _HANDLE not in model.__dict__:
-        model.__dict__[_HANDLE] = model.register_forward_pre_hook(_before_forward)
+    """Log the line at the next forward of `model` in training, once."""
+    if (earlier := model.__dict__.pop(_HANDLE, None)) is not None:
+        earlier.remove()
+    # Read now: in a forward under ZeRO-3 a read gathers the weight, for which others would wait.
+    hook = partial(_before_forward, _experts(model))
+    model.__dict__[_HANDLE] = model.register_forward_pre_hook(hook)
 
 
-def _before_forward(model: nn.Module, args: Any) -> None:
+def _before_forward(experts: str, model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     model.__dict__.pop(_HANDLE).remove()
     alone = not distributed.is_available() or not distributed.is_initialized()
-    if (alone or distributed.get_rank() == 0) and (text := summary(model)):
-        prepared = any(SEPARATES in vars(module) for module in model.modules())
-        if not prepared and next(model.parameters()).is_cuda:  # eager steps wait for Python
-            text += " moe_qlora.prepare_training(model, batch_size=..., seq_len=...) speeds it up."
-        _LOG.warning("%s", text)
+    if not experts or not (alone or distributed.get_rank() == 0):
+        return
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for adapter in getattr(model, "peft_config", None) or ():
+        if any(f".{adapter}." in name or name.endswith(f".{adapter}") for name in trained):
+            experts += f" {coverage(model, adapter)}."
+    prepared = any(SEPARATES in vars(module) for module in model.modules())
+    if not prepared and next(model.parameters()).is_cuda:  # eager steps wait for Python
+        experts += " moe_qlora.prepare_training(model, batch_size=..., seq_len=...) speeds it up."
+    _LOG.warning("%s", experts)
 
 
-def summary(model: nn.Module) -> str:
-    """Return the line for a model in training; "" where no expert is packed."""
+def _experts(model: nn.Module) -> str:
+    """Return one sentence on packed experts and their bytes; "" where none is packed."""
     owners, codecs = set(), set()
     sizes: dict[int, tuple[int, int]] = {}  # tied weights count once
     for name, module, leaf in iter_packed(model):
@@ -86,9 +95,4 @@ def summary(model: nn.Module) -> str:
     before, after = (human_bytes(sum(column)) for column in zip(*sizes.values(), strict=True))
     layers = f"{len(owners)} layer{'s' if len(owners) > 1 else ''}"
     codec = ", ".join(sorted(codecs))
-    text = f"The experts of {layers} are packed ({codec}): {after} instead of {before}."
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for adapter in getattr(model, "peft_config", None) or ():
-        if any(f".{adapter}." in name or name.endswith(f".{adapter}") for name in trained):
-            text += f" {coverage(model, adapter)}."
-    return text
+    return f"The experts of {layers} are packed ({codec}): {after} instead of {before}."

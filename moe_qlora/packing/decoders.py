@@ -137,7 +137,8 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         raw: Tensor = codes.detach()
         tables, second = self._buffers.get("tables"), self._parameters.get("nested")
         parts: Any = self.absmax.detach(), tables, second, second, tables
-        if any(map(is_share, (codes, *self._parameters.values()))):
+        # By attribute: ZeRO-3 gathers in a forward what is read so
+        if any(map(is_share, (codes, *(getattr(self, name) for name in self._parameters)))):
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
         else:
             parts = self.parts()

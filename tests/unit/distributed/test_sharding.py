@@ -84,6 +84,45 @@ def test_evaluation_leaves_linear_layers_as_they_were(tmp_path, double, first):
     assert embedded.grad is not None and bool(embedded.grad.any())
 
 
+class Partitioned(dict[str, Any]):
+    """A module's parameters as ZeRO-3 has them: whole where they are read by name, else empty."""
+
+    def __init__(self, module: nn.Module, gathered: list[str]) -> None:
+        self.whole, self.gathered = dict(module._parameters), gathered
+        shares = {name: nn.Parameter(torch.empty(0), requires_grad=False) for name in self.whole}
+        for share in shares.values():
+            vars(share)["ds_id"] = 0
+        super().__init__(shares)
+
+    def __getitem__(self, name: str) -> Any:
+        self.gathered.append(name)
+        return self.whole[name]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing(settings: str) -> None:
+    """One rank alone says the line: others would wait for what it gathers."""
+    model = packed(settings)
+    weights = [unpack(parametrize.read_packed(m, n)) for _, m, n in parametrize.iter_packed(model)]
+    moe_qlora.prepare_sharding(model)
+    gathered: list[str] = []
+    for _, module, name in parametrize.iter_packed(model):
+        for part in parametrize.parametrization_list(module, name).modules():
+            if part._parameters:
+                part._parameters = Partitioned(part, gathered)
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    model.train().register_forward_pre_hook(stop)
+    with pytest.raises(InterruptedError):
+        model(input_ids=torch.arange(3)[None])
+    assert not gathered
+    for weight, (_, module, name) in zip(weights, parametrize.iter_packed(model), strict=True):
+        assert torch.equal(unpack(parametrize.read_packed(module, name)), weight)
+    assert gathered
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
     model = packed(settings)
