@@ -52,12 +52,11 @@ def coverage(model: nn.Module, adapter: str) -> str:
 
 
 def announce(model: nn.Module) -> None:
-    """Log the line at the next forward of `model` in training, once."""
-    if (earlier := model.__dict__.pop(_HANDLE, None)) is not None:
-        earlier.remove()
-    # Read now: in a forward under ZeRO-3 a read gathers the weight, for which others would wait.
-    hook = partial(_before_forward, _experts(model))
-    model.__dict__[_HANDLE] = model.register_forward_pre_hook(hook)
+    """Log the line at the first forward of `model` in training; does nothing a second time."""
+    if _HANDLE not in model.__dict__:
+        # Read now: in a forward under ZeRO-3 a read gathers, for which other ranks would wait.
+        hook = partial(_before_forward, _experts(model))
+        model.__dict__[_HANDLE] = model.register_forward_pre_hook(hook)
 
 
 def _before_forward(experts: str, model: nn.Module, args: Any) -> None:
@@ -65,7 +64,8 @@ def _before_forward(experts: str, model: nn.Module, args: Any) -> None:
         return
     model.__dict__.pop(_HANDLE).remove()
     alone = not distributed.is_available() or not distributed.is_initialized()
-    if not experts or not (alone or distributed.get_rank() == 0):
+    first = alone or distributed.get_rank() == 0
+    if not (first and experts and any(iter_packed(model))):
         return
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for adapter in getattr(model, "peft_config", None) or ():
