@@ -178,16 +178,15 @@ class ExpertsHost:
             return peft_model
         from ..lora.config import AdaptedLoraConfig
         from ..lora.model import connect_adapters, set_dropout
-        from ..lora.targets import expert_parameters, names_parameter
+        from ..lora.targets import expert_parameters, names_parameter, same_names
 
         connect_adapters(peft_model)
         adapted: Any = self._adapted
         dropout = getattr(adapted, "lora_dropout", 0.0)
         for adapter, config in configs.items():
-            if isinstance(config, AdaptedLoraConfig) and isinstance(adapted, AdaptedLoraConfig):
-                pairs = [(getattr(config, n), getattr(adapted, n)) for n in _NAMES]
-                if all(a == b or {*(a or ())} == {*(b or ())} for a, b in pairs):
-                    config._callers = adapted._callers  # For files: not lists that a loader made
+            both = isinstance(config, AdaptedLoraConfig) and isinstance(adapted, AdaptedLoraConfig)
+            if both and same_names(config, adapted, _NAMES):
+                config._callers = adapted._callers  # For files: not lists that a loader made
             if dropout:
                 set_dropout(peft_model, adapter, dropout)
             targets = getattr(config, "target_parameters", None) or ()

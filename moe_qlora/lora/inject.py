@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import distributed, nn
+from torch import nn
 
 from ..layout import human_bytes, listed, unwrapped_name
 from ..packing.parametrize import iter_packed, original_of, read_packed
 from ..packing.settings import CodecSettings, packed_nbytes
+from ..world import world
 from .packed_rows import SEPARATES
 from .targets import base_model, packed_parameters
 
@@ -63,16 +64,13 @@ def _before_forward(experts: str, model: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
         return
     model.__dict__.pop(_HANDLE).remove()
-    alone = not distributed.is_available() or not distributed.is_initialized()
-    first = alone or distributed.get_rank() == 0
-    if not (first and experts and any(iter_packed(model))):
+    if not (experts and world().is_first() and any(iter_packed(model))):
         return
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for adapter in getattr(model, "peft_config", None) or ():
         if any(f".{adapter}." in name or name.endswith(f".{adapter}") for name in trained):
             experts += f" {coverage(model, adapter)}."
-    prepared = any(SEPARATES in vars(module) for module in model.modules())
-    if not prepared and next(model.parameters()).is_cuda:  # eager steps wait for Python
+    if next(model.parameters()).is_cuda and not any(SEPARATES in vars(m) for m in model.modules()):
         experts += " moe_qlora.prepare_training(model, batch_size=..., seq_len=...) speeds it up."
     _LOG.warning("%s", experts)
 

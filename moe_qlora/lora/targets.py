@@ -287,12 +287,7 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
     except ValueError:  # one of two fused projections named alone: nothing is targeted
         probe.target_modules, probe.target_parameters = set(), []
         return cast(Config, probe)
-
-    def named(one: Any) -> list[Any]:
-        fields = (getattr(one, name) for name in FIELDS[1:])
-        return [value if isinstance(value, str) else set(value or ()) for value in fields]
-
-    return None if named(config) == named(probe) else cast(Config, probe)
+    return None if same_names(config, probe, FIELDS[1:]) else cast(Config, probe)
 
 
 def reached_modules(model: nn.Module, config: Any) -> list[str]:
@@ -322,6 +317,14 @@ def names_expert(config: Any, name: str) -> bool:
     owners = (owner, f"{owner}.0")  # an expert of its own, before experts were fused
     paths = [owner, *(f"{path}.{matrix}" for path in owners for matrix in (leaf, *_MATRICES))]
     return any(check_target_module_exists(config, path.lstrip(".")) for path in paths)
+
+
+def same_names(one: Any, other: Any, fields: Iterable[str]) -> bool:
+    """Whether two configs have the same names in these fields: a regex, or names in any order."""
+    pairs = [(getattr(one, field), getattr(other, field)) for field in fields]
+    return all(
+        a == b if str in (type(a), type(b)) else {*(a or ())} == {*(b or ())} for a, b in pairs
+    )
 
 
 def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
