@@ -72,9 +72,6 @@ def victim(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
         yield Victim(tmp_path_factory.mktemp("fuzz") / "model", request.param)
 
 
-# --- damage -------------------------------------------------------------------------------------
-
-
 def damage_file(victim: Victim, rng: random.Random) -> str:
     """Damage the bytes of a shard or of the manifest."""
     name = rng.choice([victim.manifest, *victim.shards, *victim.shards])

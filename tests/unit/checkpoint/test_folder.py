@@ -40,9 +40,6 @@ def some_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-# --- Checkpoint ---------------------------------------------------------------------------------
-
-
 def test_a_single_file_reads_as_safetensors_does(tmp_path):
     tensors = some_tensors()
     save_file(tensors, tmp_path / SINGLE)
@@ -248,9 +245,6 @@ def test_files_that_are_cut_off_or_none_are_refused(tmp_path, raw, said):
         read_header(file)
 
 
-# --- writing ------------------------------------------------------------------------------------
-
-
 LOCK, PARTIAL = ".model.moe_qlora.lock", ".model.moe_qlora.partial"
 FULL = "No space left on device"
 
@@ -318,9 +312,6 @@ def test_nothing_is_overwritten(tmp_path, kind):
         with pytest.raises(CheckpointError, match="exists and is no empty folder, or is a mount"):
             call(goal)
     assert names(tmp_path) == before
-
-
-# --- what is not ours ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,6 @@ def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
     assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
 
 
-# Merging
-
-
 def adapt(folder: Twins, auto: Any = AutoModelForCausalLM) -> Path:
     """A random adapter on experts and one kind of Linear layer, trained by nobody."""
     out = folder.root / "adapter"
@@ -152,9 +149,6 @@ def test_a_merge_equals_that_into_the_plain_folder(name: str, twins: Get, tmp_pa
     inputs = tiny_inputs(model)
     assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
     assert verify(out).good
-
-
-# Verifying
 
 
 def test_what_a_folder_is(twins: Get) -> None:

@@ -186,9 +186,6 @@ def test_a_save_changes_nothing_of_the_model(tmp_path, monkeypatch):
         assert type(model).from_pretrained(tmp_path)
 
 
-# --- folders that exist ---------------------------------------------------------------------------
-
-
 def test_another_save_takes_the_place_of_the_first_and_leaves_what_is_not_ours(tmp_path):
     folder, second = tmp_path / "saved", packed(seed=1)
     second.save_pretrained(tmp_path / "fresh", max_shard_size="60KB")
@@ -221,9 +218,6 @@ def test_a_second_saver_is_refused_and_the_first_one_finishes(tmp_path):
     assert contents(folder) == before
     packed(seed=1).save_pretrained(folder)
     assert contents(folder) != before and not left_behind(folder)
-
-
-# --- what is given, and what is refused -----------------------------------------------------------
 
 
 def test_a_state_dict_is_saved_in_the_place_of_the_models_own(tmp_path):

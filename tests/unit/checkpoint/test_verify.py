@@ -58,9 +58,6 @@ def check_damaged(result: tuple[int, str, str], *parts: str) -> None:
         assert part in err
 
 
-# --- packed folders -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
     model, folder, _ = folders(tmp_path, kind)
@@ -153,9 +150,6 @@ def test_leftovers_are_warnings(cli, tmp_path):
         assert line.startswith("warning: ") and name in line
 
 
-# --- plain folders ------------------------------------------------------------------------------
-
-
 def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
@@ -211,9 +205,6 @@ def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
         assert err.startswith("error: ")
         assert err.count("\n") == 1
         assert part in err
-
-
-# --- against the source -------------------------------------------------------------------------
 
 
 def reference(weight: torch.Tensor, decoded: torch.Tensor) -> float:

@@ -13,11 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.planning.budget import (
-    ENGINES,
-    Engine,
-    Settings,
-)
+from moe_qlora.planning.budget import ENGINES, Activity, Block, BlockTensor, Engine, Settings
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
@@ -101,7 +97,37 @@ def test_ddp_has_all_and_its_buckets():
     assert made.peak.parts == one.peak.parts | changed
 
 
-# The whole plan
+def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
+    def tensors(*rows: int, trained: int = 0) -> tuple[BlockTensor, ...]:
+        own = tuple(BlockTensor("other", count, 10, 2) for count in rows)
+        return (*own, BlockTensor("trained", trained, 1, 4)) if trained else own
+
+    blocks = [
+        Block("embed", tensors=tensors(100)),
+        *(Block(f"layers.{i}", layer=True, tensors=tensors(7 + i, trained=9)) for i in range(3)),
+        Block("norm", tensors=tensors(1)),
+        Block("head", tensors=tensors(50)),
+    ]
+    activities = [Activity(block.name, 0, 0, 0) for block in blocks]
+    return {block.name: block for block in blocks}, activities
+
+
+def test_fsdp_gathers_the_root_and_two_layers():
+    blocks, activities = layers_by_hand()
+    counted = Engine("fsdp", 4).with_gathered(activities, blocks)
+    # Padded to multiples of 4 rows: 100 + 4 + 52 of the root, 8, 8 and 12 of the layers, and of
+    # their 9 trained ones 12.
+    root, trained = (100 + 4 + 52) * 20, 12 * 4
+    layers = [8 * 20 + trained, 8 * 20 + trained, 12 * 20 + trained]
+    assert [activity.gathered for activity in counted] == [
+        2 * root,
+        root + layers[0] + layers[1],
+        root + layers[1] + layers[2],
+        root + layers[2] + layers[2],
+        root + layers[2],
+        root + layers[2],
+    ]
+    assert [activity.reduced for activity in counted] == [trained] * 4 + [0, 0]
 
 
 def test_measured_on_two_h200s():

@@ -249,9 +249,6 @@ def test_bitsandbytes_states():
     assert paged[:2] == (8 * 99_999, 8 * 100_000)
 
 
-# Devices
-
-
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
@@ -313,6 +310,8 @@ def test_peak_by_hand():
     assert peak.largest["kept activations"] == 88
     more = StepBudget(groups, activities, replace(settings, accumulation=2), 4).peak()
     assert more.nbytes == fixed + 160 + 88 + 45
+    whole = [replace(activity, gathered=7, reduced=5) for activity in activities]
+    assert StepBudget(groups, whole, settings, 4).peak().nbytes == peak.nbytes + 7 + 5
 
 
 def test_device_map_is_whole_even_and_usable(no_levels):
@@ -346,9 +345,6 @@ def test_device_map_of_a_packed_model_dispatches(no_levels):
     assert made.devices[0].weights + made.devices[1].weights == model.get_memory_footprint()
     placed = dispatch_model(model, dict.fromkeys(made.device_map, "cpu"), force_hooks=True)
     assert torch.equal(placed(**inputs).logits, before)
-
-
-# The whole plan
 
 
 def test_nothing_of_the_callers_is_changed():
