@@ -167,12 +167,14 @@ class PictureProcessor:
 
     def apply_chat_template(self, chat, **_):
         text, seen = "", []
-        for part in (part for message in chat for part in message["content"]):
-            if part["type"] == "image":
-                seen.append(self.pictures([part["image"]], return_tensors="pt"))
-                text += "<|image|>" * (int(seen[-1]["image_grid_thw"][0].prod()) // 4)
-            else:
-                text += part["text"]
+        for message in chat:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    seen.append(self.pictures([part["image"]], return_tensors="pt"))
+                    text += "<|image|>" * (int(seen[-1]["image_grid_thw"][0].prod()) // 4)
+                else:
+                    text += part["text"]
+            text += "<|end|>"
         ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
         image = self.tokenizer.convert_tokens_to_ids("<|image|>")
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image).long()}
@@ -182,8 +184,13 @@ class PictureProcessor:
     def save_pretrained(self, folder):
         self.tokenizer.save_pretrained(folder)
 
+    def decode(self, ids, **_):
+        return self.tokenizer.decode(ids)
 
-def test_vision(tmp_path, monkeypatch, evaluated):
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """The folder of a tiny Qwen3-VL-MoE, and a file of questions about pictures."""
     model = tmp_path / "model"
     tokenizer = write_tokenizer(model)
     tokenizer.add_tokens("<|image|>")
@@ -195,17 +202,33 @@ def test_vision(tmp_path, monkeypatch, evaluated):
     rows = [{"image": f"{i}.png", "question": "How red?", "answer": f" {i}"} for i in range(12)]
     for i, row in enumerate(rows):
         Image.new("RGB", (48, 48), (20 * i, 0, 0)).save(tmp_path / row["image"])
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(
-        transformers.AutoProcessor, "from_pretrained", lambda name: PictureProcessor(name)
-    )
-    paths = [str(tmp_path / "data.jsonl"), str(tmp_path / "out"), "--model", str(model)]
-    monkeypatch.setattr(sys, "argv", ["vision", *paths, "--seq", "64", "--steps", str(STEPS)])
-    model = runpy.run_path(str(FOLDER / "vision.py"))["model"]
-    assert factors(tmp_path / "out") == ALL and evaluated() == 3
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", PictureProcessor)
+    return str(model), str(data)
+
+
+@pytest.mark.parametrize("form", ["script", "notebook"])
+def test_vision(form, pictures, tmp_path, monkeypatch, evaluated):
+    (folder, data), out = pictures, tmp_path / "out"
+    if form == "script":
+        arguments = [data, str(out), "--model", folder, "--seq", "64", "--steps", str(STEPS)]
+        monkeypatch.setattr(sys, "argv", ["vision", *arguments])
+        found = runpy.run_path(str(FOLDER / "vision.py"))
+        assert evaluated() == 3
+    else:
+        cells = [c.source for c in notebook("vision").cells if c.cell_type == "code"]
+        settings = {"MODEL": folder, "DATA": data, "OUT": str(out), "STEPS": STEPS}
+        cells[0] = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+        exec("\n".join(cells), found := {})  # noqa: S102 - the notebook's own code
+    assert factors(out) == ALL
+    model = found["model"]
     assert len(list(parametrize.iter_packed(model))) == 4
     tower = [m for n, m in model.named_modules() if ".visual." in n and isinstance(m, nn.Linear)]
     assert tower and {type(layer) for layer in tower} == {nn.Linear}
+    row = json.loads(Path(data).read_text().splitlines()[-1])
+    labels = found["collate"]([row])["labels"][0]
+    assert found["processor"].tokenizer.decode(labels[labels >= 0]) == " 11<|end|>"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -294,8 +317,8 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def notebook():
-    return nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
+def notebook(name="quickstart"):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
 def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
