@@ -144,24 +144,18 @@ class Rows:
 
 
 def times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
-    """Milliseconds of single calls, after three that do not count."""
+    """Milliseconds of calls one behind the other, as a model's layers are, after five more.
+
+    On a GPU the host's own time shows where it is the longer.
+    """
     for _ in range(3):
         run()
-    if device.type == "cuda":
-        return event_times(run, repeat)
-    taken = []
-    for _ in range(repeat):
-        before = time.perf_counter()
-        run()
-        taken.append((time.perf_counter() - before) * 1e3)
-    return taken
-
-
-def event_times(run: Callable[[], Any], repeat: int) -> list[float]:
-    """Milliseconds of calls one behind the other, as a model's layers are, after two more.
-
-    The host's own time shows where it is the longer.
-    """
+    if device.type != "cuda":
+        clock = [time.perf_counter()]
+        for _ in range(repeat):
+            run()
+            clock.append(time.perf_counter())
+        return [(after - before) * 1e3 for before, after in pairwise(clock)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 3)]
     for mark in marks:
         mark.record()
@@ -188,25 +182,3 @@ def release(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def release_workspace() -> None:
-    """Give back this package's shared scratch, as if nothing had run yet."""
-    scratch = _scratch()
-    if scratch is not None:
-        scratch.release_workspace()
-
-
-def scratch_bytes() -> int:
-    """Bytes of this package's shared scratch."""
-    scratch = _scratch()
-    device = torch.device("cuda", torch.cuda.current_device())
-    return 0 if scratch is None else sum(b.nbytes for b in scratch.buffers(device))
-
-
-def _scratch() -> Any:
-    try:
-        from moe_qlora.kernels import workspace
-    except ImportError:
-        return None
-    return workspace

@@ -33,8 +33,6 @@ from common import (
     environment,
     parser_of,
     release,
-    release_workspace,
-    scratch_bytes,
     times,
     words_of,
 )
@@ -43,6 +41,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
+from moe_qlora.experts import forward as forward_
+from moe_qlora.experts import operands
+from moe_qlora.kernels import cards, workspace
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
 
 PEERS = ("ours", "frozen", "peft")
 OURS = ("ours", "mxfp4", "portable")
@@ -54,13 +57,15 @@ def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
     device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
     where = environment(device, options.commit)
     name = "tiny" if options.tiny else options.shape
     for tokens in options.tokens:
         for peer in options.peers:
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}", flush=True)
-            release_workspace()
+            workspace.release_workspace()
             packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
             rows = Rows(options.out, where, name, f"{words} {packed} bf16")
             try:
@@ -111,8 +116,6 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
     """Turn the module into the peer's, until `stack` closes; returns the adapters' weights."""
     holder.experts.config._experts_implementation = "grouped_mm"
     if peer == "portable":
-        from moe_qlora.kernels import cards
-
         stack.enter_context(cards.acting_as(cards.PORTABLE))
     if peer in OURS:
         return _ours(peer, options, holder)
@@ -131,11 +134,6 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
 
 
 def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
-    from moe_qlora.experts import forward as forward_
-    from moe_qlora.experts import operands
-    from moe_qlora.packing import codec, parametrize
-    from moe_qlora.packing.settings import CodecSettings
-
     module = holder.experts
     count = module.num_experts
     terms: dict[str, tuple[operands.LoraFactors, ...]] = {}
@@ -213,9 +211,14 @@ def _memory(
     rows: Rows,
 ) -> None:  # fmt: skip
     """Bytes alive between forward and backward, and the peak, scratch included, over before."""
-    before = torch.cuda.memory_allocated(device) - scratch_bytes()
+
+    def held() -> int:
+        scratch = sum(b.nbytes for b in workspace.buffers(device))
+        return torch.cuda.memory_allocated(device) - scratch
+
+    before = held()
     out = forward()
-    kept = torch.cuda.memory_allocated(device) - before - scratch_bytes()
+    kept = held() - before
     rows.add("kept", "MiB", kept / 2**20)
     torch.autograd.grad(out, leaves, grad)
     rows.add("peak", "MiB", (torch.cuda.max_memory_allocated(device) - before) / 2**20)
