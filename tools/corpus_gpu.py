@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
+from transformers import AutoModelForCausalLM
 
 import moe_qlora
 from tools import corpus_entries as on_cpu
@@ -69,7 +70,11 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
         options: Any = {"lora_config": lora, "adapter_options": {"experts": True}}
         model = moe_qlora.load_sharded(folder, config, dtype=dtype, **options)
     else:
-        model = _loaded(folder, config, dtype, device, keep_codes=codec == "mxfp4")
+        place: dict[str, Any] = {"device_map": {"": device}, "quantization_config": config}
+        with moe_qlora.enabled(keep_codes=codec == "mxfp4"):
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=config, **place
+            )
         found["packed"] = on_cpu.state_hashes(model.state_dict())
         model = moe_qlora.get_peft_model(model, on_cpu.lora(model))
     _fill(model)
@@ -92,18 +97,11 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
                 distributed.all_reduce(said)
                 said /= 2
             found[f"loss {number}"] = float(f"{float(said):.6g}")
-            grads = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-            found["gradients"] = on_cpu.fingerprints(grads)
+            named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+            whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in named.items()}
+            found["gradients"] = on_cpu.fingerprints(whole)
             optimizer.step()
     return found
-
-
-def _loaded(folder: Path, config: Any, dtype: torch.dtype, device: str, keep_codes: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    settings: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
-    with moe_qlora.enabled(keep_codes=keep_codes):
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **settings)
 
 
 def _set_up(
@@ -155,10 +153,6 @@ def _fill(model: nn.Module) -> None:
         if isinstance(weight, DTensor):
             values = distribute_tensor(values, weight.device_mesh, weight.placements)
         weight.copy_(values)
-
-
-def _whole(grad: Any) -> Tensor | None:
-    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
 def _rank_main(root: str, codec: str, way: str, device: str) -> None:
