@@ -111,12 +111,6 @@ def test_detector_agrees(model_type):
     tiny = tiny_model(model_type, device="meta")
     for sizes, model in (("tiny", tiny), ("published", meta_model(entry))):
         check_detected(moe_qlora.detect(model), entry, sizes)
-    for item in entry.experts:
-        part = tiny.config
-        for name in filter(None, item["config"].split(".")):
-            part = getattr(part, name)
-        for group in item["tiny"]["groups"]:
-            assert [evaluate(term, part) for term in item["shape"]] == group["shape"]
     check_routers_and_shared_experts(entry, tiny)
 
 
@@ -165,17 +159,3 @@ def check_routers_and_shared_experts(entry, model):
         and any(name.startswith(owner.rpartition(".")[0].removesuffix("_moe")) for owner in owners)
     }
     assert named <= shared | owners
-
-
-def evaluate(term, config):
-    for sign, combine in (("*", int.__mul__), ("+", int.__add__)):
-        if sign in term:
-            first, second = term.split(sign)
-            return combine(evaluate(first, config), evaluate(second, config))
-    if term.isdigit():
-        return int(term)
-    for name in term.split("."):
-        name, _, index = name.removesuffix("]").partition("[")
-        config = getattr(config, name)
-        config = config[int(index)] if index else config
-    return config
