@@ -258,19 +258,15 @@ def main() -> int:
     scale = QUICK if options.quick else Scale()
     scale = scale._replace(steps=options.steps or scale.steps)
     run, folder = Run(), options.model
-    try:
-        torch.manual_seed(SEED)
-        options.out.mkdir(parents=True, exist_ok=True)
-        if folder is None:
-            folder = options.out / "model"
-            pretrain(folder, scale, run)
-        fine_tune(folder, scale, options.out, run, own=options.model is None)
-        print(table(run))
-        draw(run, options.out / "loss.png")
-        conclude(run)
-    except KeyboardInterrupt:
-        print("Stopped.")
-        return 130
+    torch.manual_seed(SEED)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        folder = options.out / "model"
+        pretrain(folder, scale, run)
+    fine_tune(folder, scale, options.out, run, own=options.model is None)
+    print(table(run))
+    draw(run, options.out / "loss.png")
+    conclude(run)
     seconds = time.perf_counter() - started
     say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
     return 0

@@ -66,9 +66,7 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
     for field, value in ast.iter_fields(node):
         if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
             for child in value if isinstance(value, list) else [value]:
-                # zip(strict=True) changes nothing where the lengths agree
-                strict = isinstance(child, ast.keyword) and child.arg == "strict"
-                if isinstance(child, ast.AST) and not strict:
+                if isinstance(child, ast.AST):
                     yield from nodes(child)
 
 
@@ -159,6 +157,7 @@ def judge(mutation: Mutation, copies: queue.Queue[Path], limit: float) -> dict[s
     """Return the place, the change and the command that noticed it, None if nothing did."""
     copy, caught = copies.get(), None
     file, (plain, changed) = copy / mutation.file, mutation.sources()
+    source = file.read_text(encoding="utf-8")
     try:
         for command in commands(mutation.file):
             file.write_text(changed, encoding="utf-8")
@@ -170,6 +169,7 @@ def judge(mutation: Mutation, copies: queue.Queue[Path], limit: float) -> dict[s
             if failed:
                 print(f"left out, as it fails without a mutation: {shlex.join(command)}")
     finally:
+        file.write_text(source, encoding="utf-8")
         copies.put(copy)
     both = plain.splitlines(), changed.splitlines()
     diff = list(difflib.unified_diff(*both, n=0, lineterm=""))[3:]

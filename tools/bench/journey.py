@@ -6,7 +6,6 @@
 It writes a checkpoint of random weights in the shape of Qwen3-30B-A3B (`--model`, `--layers`),
 loads it as a user would, and trains by these parts, each one line in results/journey.csv:
 
-    bare     a loop of its own, one row of --seq tokens, with Trainer's settings
     fixed    Trainer, one row of --seq tokens, its defaults
     chat     TRL's SFTTrainer, one conversation a row, --accumulate of them
     batch8   8 conversations a batch, padded
@@ -170,25 +169,6 @@ class Journey:
             torch.cuda.reset_peak_memory_stats()
         print("steps", [round(step, 3) for step in steps], flush=True)
 
-    def bare(self) -> None:
-        """Train on rows of one length without a trainer."""
-        trained, clock = [p for p in self.model.parameters() if p.requires_grad], Clock()
-        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.gpu)
-        clock.on_train_begin()
-        with self.prepared():
-            self.model.train()
-            for _ in range(3 * self.o.steps):
-                ids = torch.randint(0, 256, (1, self.o.seq), device=self.model.device)
-                with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.gpu):
-                    loss = self.model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(trained, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss.item()
-                clock.on_step_end()
-        self.report("bare", clock, self.o.seq)
-
     def fixed(self) -> None:
         """Train on rows of one length by Trainer."""
         ids = torch.randint(0, 256, (64, self.o.seq))
@@ -231,7 +211,7 @@ def main() -> None:
     """Read the options and run the parts."""
     parser = parser_of(__doc__, "journey.csv")
     parser.add_argument("--folder", type=Path, required=True, help="the checkpoint, or where to")
-    parser.add_argument("--parts", default="bare,fixed,chat,batch8,bfd")
+    parser.add_argument("--parts", default="fixed,chat,batch8,bfd")
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="the first ones alone")
     parser.add_argument("--rank", type=int, default=16)
@@ -253,7 +233,6 @@ def run(options: argparse.Namespace) -> None:
     """Run the parts with these options."""
     journey = Journey(options)
     parts: dict[str, Any] = {
-        "bare": journey.bare,
         "fixed": journey.fixed,
         "chat": lambda: journey.sft("chat"),
         "batch8": lambda: journey.sft("batch8", 8, 1),
