@@ -119,7 +119,8 @@ def draw(count: int, seed: int, only: list[str]) -> list[Mutation]:
                 for change, (kind, _) in enumerate(changes(node)):
                     line = getattr(node, "lineno", 0)
                     kinds[kind].append(Mutation(name, line, number, change))
-    lots, chosen = random.Random(seed), []
+    lots = random.Random(seed)
+    chosen: list[Mutation] = []
     while len(chosen) < count and any(kinds.values()):
         places = kinds[lots.choice(sorted(kind for kind in kinds if kinds[kind]))]
         chosen.append(places.pop(lots.randrange(len(places))))
