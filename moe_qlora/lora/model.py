@@ -62,14 +62,6 @@ def get_peft_model(
     Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
 
-        adapt_lora_config       config.py    a new config for PEFT:
-        |   resolve_targets     targets.py   Targets(excludes, modules, parameters, ...)
-        v
-        peft.get_peft_model                  stock PEFT; for each parameter of packed experts:
-        |   wrap_parameter      layer.py     a ParamWrapper, which the experts forward asks for its
-        v                                    active LoraFactors
-        connect_adapters                     class LoraModel; LoRA on each has an effect
-
     Args:
         model: The model, changed in place as PEFT does.
         lora_config: The caller's config; never changed.
@@ -114,10 +106,9 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved. Of those with
-    LoRA for each single expert (transformers v4), it reads the ones that PEFT itself can fuse for
-    the model's type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would
-    refuse to load.
+    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those
+    with LoRA for each single expert (transformers v4) that PEFT itself can fuse for the model's
+    type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would refuse.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.

@@ -1,17 +1,12 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions is packed in row-major order as bitsandbytes packs one tensor
-(the formats: settings.py): codes and statistics equal, bit for bit, those of its
-`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor. Unlike bitsandbytes,
-packing goes chunk by chunk: it needs little more memory than the packed form (its own CPU path
-needs about 20 bytes a weight), and a tensor may have more than 2**31 - 1 weights, where its int32
-counts overflow. Any range of experts is a range of blocks, of which the outer two may straddle it.
+A weight of two or more dimensions is packed in row-major order, bit for bit as bitsandbytes'
+`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor, but chunk by chunk: that
+needs little more memory than the packed form, and a tensor may have more than 2**31 - 1 weights,
+where bitsandbytes' int32 counts overflow.
 
-Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
-AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
-dimension is not a whole number of blocks (measured: off by as much as the weights themselves for
-rows of 16, 32, 48, 80 or 96). Here the kernel sees one block as one row, which is right for every
-shape and equals the CUDA kernel's arithmetic.
+Decoding on the CPU shows one block as one row to bitsandbytes' AVX-512 kernel (0.50.2), which looks
+up the absmax by row, and is wrong wherever a row is not a whole number of blocks.
 """
 
 from __future__ import annotations

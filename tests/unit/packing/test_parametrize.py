@@ -9,7 +9,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
 from moe_qlora.layout import human_bytes
@@ -70,7 +69,6 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
     assert module.gate_up.dtype == torch.bfloat16
     assert storage.packed_names(module) == ("gate_up", "down")
     assert not storage.is_packed(module, "bias")
-    assert not storage.is_foreign(module, "down")
     found = [(path, name) for path, _, name in storage.iter_packed(nn.Sequential(module))]
     assert found == [("0", "gate_up"), ("0", "down")]
     size = human_bytes(storage.read_packed(module, "down").nbytes)
@@ -161,21 +159,6 @@ def test_tied_modules_share_one_packed_parameter(settings: CodecSettings) -> Non
         assert len(list(pair.buffers())) == len(pair[0].parametrizations["down"][0]._buffers)
         assert torch.equal(pair[0].down, decoded)
         assert torch.equal(pair[1].down, decoded)
-
-
-def test_reads_what_bitsandbytes_packed() -> None:
-    module = Experts()
-    expected = unpack(pack(module.down, CodecSettings("nf4", True)))
-    replace_parameter_4bit(module, "down", compress_statistics=True, quant_type="nf4")
-    assert storage.is_packed(module, "down")
-    assert storage.is_foreign(module, "down")
-    stack = storage.read_packed(module, "down")
-    assert (stack.kind, stack.shape, stack.compute_dtype) == ("nf4", (4, 40, 24), None)
-    assert torch.equal(unpack(stack), expected)
-    storage.attach(module, "gate_up", pack(module.gate_up, SETTINGS["nf4"]))
-    assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
-    storage.detach(module, "down")
-    assert torch.equal(module.down, expected)
 
 
 def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
