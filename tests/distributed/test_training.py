@@ -31,10 +31,8 @@ SETTINGS = {
 
 EXACT: dict[str, dict[str, Any]] = {
     "ddp": {"how": "ddp", "reentrant": False},
-    "ddp, fp4, from rank 0": {"how": "ddp", "settings": "fp4", "spoiled": True, "reentrant": True},
     "ddp, int8, from rank 0": {"how": "ddp", "settings": "int8", "spoiled": True},
-    "fsdp2": {},
-    "fsdp2, fp4, no reshard": {"settings": "fp4", "options": {"reshard_after_forward": False}},
+    "fsdp2, fp4": {"settings": "fp4"},
     "fsdp2, int8, reentrant": {"settings": "int8", "reentrant": True},
     "fsdp2, bf16 storage, non-reentrant": {"settings": "bf16 storage", "reentrant": False},
     "fsdp2, fp32 storage, offload": {
@@ -48,9 +46,9 @@ MIXED: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "bf16, fp32 storage": {**BF16, "settings": "fp32 storage"},
 }
-# Biases; experts stored (E, in, out), outside of transformers' experts interface; experts that two
-# stacks of layers share.
-FAMILIES = ("gpt_oss", "llama4_text", "diffusion_gemma")
+# Experts stored (E, in, out), outside of the experts interface; experts that two stacks of
+# layers share.
+FAMILIES = ("llama4_text", "diffusion_gemma")
 
 
 def packed_model(folder: str, settings: str = "nf4") -> Any:
@@ -115,11 +113,7 @@ def run_family(model: Any, rank: int = 0, world: int = 1) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "intact": True}
 
 
-PACKINGS = {
-    "nf4 double": NF4,
-    "nf4": NF4 | {"bnb_4bit_use_double_quant": False},
-    "int8": {"load_in_8bit": True},
-}
+PACKINGS = {"nf4 double": NF4, "int8": {"load_in_8bit": True}}
 ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 

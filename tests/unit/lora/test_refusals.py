@@ -65,8 +65,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         (rf"{field}=.*layers\.0\.mlp\.experts\.down_proj", setting(field, value))
         for field, value in (
             *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
-            *(("init_lora_weights", "pissa"), ("init_lora_weights", "orthogonal")),
-            ("use_qalora", True),
+            ("init_lora_weights", "pissa"),
         )
     ),
     *(
@@ -74,7 +73,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
             f"modules_to_save='{key}' asks to train model",
             lambda key=key: adapt(modules_to_save=["norm", key]),
         )
-        for key in ("mlp", "xperts", "down_proj", "experts.down_proj", "layers.1.mlp.experts")
+        for key in ("mlp", "experts.down_proj")
     ),
     (
         r"'gate_up_prj', which is no parameter of this model.*target_parameters\(model\)",
@@ -137,6 +136,3 @@ def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
     save_file(whole, file, {"format": "pt"})
     with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
         load(packed("mixtral"), adapter)
-    (adapter / "moe_qlora_adapter.json").unlink()
-    with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
-        load(packed(num_hidden_layers=3), adapter)
