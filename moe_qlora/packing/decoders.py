@@ -337,15 +337,8 @@ def read_linear(layer: Any) -> PackedWeight:
         tensors = {CODES: codes, settings.codec.scales: scales}
         packed = settings.codec.assemble(tensors, shape, torch.float16, settings)
         return replace(packed, owner=weight)
-    codes, state = layer.weight.data, layer.weight.quant_state
-    if getattr(state, "packing_format_for_cpu", False):
-        import bitsandbytes.nn.modules as bnb_modules
-
-        absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
-        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
-        if not state.nested:  # and leaves absmax in the columns' order
-            state.absmax = absmax.T.reshape(-1).float()
-    return replace(from_quant_state(codes, state), owner=layer.weight)
+    packed = from_quant_state(layer.weight.data, layer.weight.quant_state)
+    return replace(packed, owner=layer.weight)
 
 
 def has_codes(layer: Any) -> bool:
@@ -379,18 +372,18 @@ def linear_kind(layer: Any) -> str:
 
 
 def keep_layout(model: nn.Module) -> None:
-    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
-
-    bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer computes in bf16, passes
-    no gradient, also in later training, and has its absmax rounded to bf16 and reordered.
-    """
-    for module in model.modules():
+    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place."""
+    # bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer passes no gradient, in
+    # later training too, and has its absmax rounded to bf16 and reordered.
+    for name, module in model.named_modules():
         if isinstance(module, bnb.Linear4bit):
-            layer: Any = module
-            state = getattr(layer.weight, "quant_state", None)
+            state = getattr(module.weight, "quant_state", None)
             if getattr(state, "packing_format_for_cpu", False):
-                write_linear(layer, read_linear(layer))
-            layer.support_avx512bf16_for_cpu = False
+                raise QuantizationError(
+                    f"bitsandbytes has converted {name} in an evaluation on this CPU, which "
+                    "rounds it and stops gradients: load the model again, and pack it first."
+                )
+            cast(Any, module).support_avx512bf16_for_cpu = False
 
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:

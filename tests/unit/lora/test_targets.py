@@ -19,7 +19,6 @@ from torch import nn
 from training import adapted_layers, packed
 
 import moe_qlora
-from moe_qlora.lora.targets import same_names
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -233,12 +232,3 @@ def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
     assert written[0][1]["target_modules"] == ["down_proj", "q_proj"]
     assert written[0][1]["exclude_modules"] is None
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [("ab", "ba", False), ("ab", "ab", True), (["a", "b"], {"b", "a"}, True), (None, [], True)],
-)
-def test_a_regex_is_none_of_another_with_its_letters(one: Any, other: Any, same: bool) -> None:
-    configs = (LoraConfig(exclude_modules=each) for each in (one, other))
-    assert same_names(*configs, ["exclude_modules"]) is same

@@ -14,10 +14,9 @@ from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 from upstream import SKIPPED_MODULES
 
-from moe_qlora.layout import ExpertParam
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, restore
-from moe_qlora.packing.selection import is_skipped, skipping_pattern
+from moe_qlora.packing.selection import is_skipped
 from moe_qlora.packing.settings import (
     CodecSettings,
     packed_nbytes,
@@ -95,13 +94,3 @@ def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> Non
     converted = answer(should_convert_module, name, patterns)
     expected = converted if isinstance(converted, str) else not converted
     assert answer(is_skipped, name, patterns) == expected
-
-
-def test_any_name_of_a_weight_or_of_its_module_counts() -> None:
-    shape = (2, 4, 4), *(2, 4, 4)
-    names = "a.experts.up", "a.experts", "up"
-    param = ExpertParam(*names, *shape, False, "up", "bfloat16", 64, "", ("b.w",))
-    assert skipping_pattern(param, ["c", "a.experts$", "b"]) == "a.experts$"
-    assert skipping_pattern(param, ["b.w"]) == "b.w"
-    assert skipping_pattern(param, ["experts"]) == "experts"
-    assert skipping_pattern(param, ["exp"]) is None
