@@ -81,11 +81,7 @@ def plain_tensor(value: Any) -> WholeTensor:
 
 
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
-    """Return the entries of a single process's state dict, in its order.
-
-    `state_dict` is the model's own, or has whole tensors under its keys, of either form
-    (parametrize.py).
-    """
+    """Return the entries of a single process's state dict, of one in either form, in its order."""
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for place in packed_places(model):
         keys = {part: f"{place.statistics}{part}" for part in place.decoder._parameters}
@@ -111,10 +107,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
 def _entries(
     place: Place, keys: Mapping[str, str], state_dict: Mapping[str, Any]
 ) -> dict[str, WholeTensor]:
-    """Return a packed weight's tensors under bitsandbytes' keys: codes, then statistics.
-
-    `keys` are those of the decoder's parameters in the state dict.
-    """
+    """Return a packed weight's tensors under bitsandbytes' keys; `keys` are its parameters'."""
     decoder, codes = place.decoder, state_dict[place.codes]
     packed = read(cast(Tensor, place.owner._parameters[place.leaf]), decoder)
     parameters = {part: state_dict[own] for part, own in keys.items()}

@@ -81,20 +81,15 @@ def refusals(
 ) -> Iterator[str]:
     """Yield a sentence on each setting that packed weights, or LoRA on `experts`, cannot have."""
     saved = tuple(getattr(config, "modules_to_save", None) or ())
-    frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
-    for name, module in model.named_modules() if saved else ():
-        if is_packed_linear(module):
-            frozen[unwrapped_name(name)] = (
-                "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in target_modules "
-                "to train LoRA on it"
-            )
-    for name, instead in frozen.items():
+    linears = [unwrapped_name(n) for n, m in model.named_modules() if saved and is_packed_linear(m)]
+    for name in (*packed, *linears):
         paths = list(accumulate(name.split("."), "{}.{}".format))
         for key in saved:
             if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
                 yield (
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
-                    f"stays frozen; leave it out, or {instead}."
+                    "stays frozen; train LoRA on it, by target_modules or target_parameters, or "
+                    "name it in llm_int8_skip_modules of the BitsAndBytesConfig."
                 )
     if experts and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
         setting, value, reason = found

@@ -29,17 +29,13 @@ LARGEST = 1e30
 """Weights of this size and above are not packed: the sum of their blocks' maxima, which double
 quantization averages, may exceed float32, and every block would decode to NaN."""
 
-# Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
-# the others half a byte, so that either chunk stays within some megabytes.
+# Weights packed or decoded in one piece: 20 bytes of temporaries a weight, half a byte on GPUs.
 _CPU_CHUNK = 2**17
 _DEVICE_CHUNK = 2**24
 
 
 def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] | None:
-    """Return the index of the first value in row-major order that is NaN, or not below `limit`.
-
-    A weight without one is read once, in pieces, and costs one synchronisation with the device.
-    """
+    """Return the index of the first value in row-major order that is NaN, or not below `limit`."""
     weight = weight.detach()
     step = _chunk_elements(weight.device)
     extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step)]
@@ -72,11 +68,7 @@ def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
 
 
 class Packer:
-    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut.
-
-    Blocks that straddle two pieces wait until they are full. Memory: the packed form and, with
-    double quantization, the fp32 absmax until `finish`.
-    """
+    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
@@ -194,10 +186,7 @@ def _chunk_elements(device: torch.device) -> int:
 
 
 def _flat_chunks(weight: Tensor, step: int) -> Iterator[Tensor]:
-    """Cut a weight, in row-major order, into flat pieces of at most `step` weights.
-
-    They are views of a contiguous weight, else of copies of a few rows of the first dimension.
-    """
+    """Cut a weight, in row-major order, into flat pieces of at most `step` weights."""
     rows = max(step * len(weight) // weight.numel(), 1) if not weight.is_contiguous() else None
     for part in (weight,) if rows is None else weight.split(rows):
         yield from part.reshape(-1).split(step)

@@ -93,11 +93,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 
 
 def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]] | None) -> None:
-    """Add members to the class of a packed module, also for when it is packed again.
-
-    `members` gets the plain class; None takes them back. A class that an engine has derived is not
-    changed.
-    """
+    """Add members to the class of a packed module: of the plain class; None takes them back."""
     module.__dict__.pop(_MEMBERS, None)
     if members is not None:
         module.__dict__[_MEMBERS] = members
@@ -229,10 +225,8 @@ def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def follow_calls_of(owner: nn.Module, path: str) -> None:
-    """Read the packed weights of `owner`'s module at `path` in the dtype of the owner's input too.
-
-    For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
-    """
+    """Read the packed weights of the module at `path` in the dtype of `owner`'s input too."""
+    # For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
     if path not in owner.__dict__.setdefault(_READS, {}):
         owner.__dict__[_READS][path] = (
             owner.register_forward_pre_hook(partial(_note_input, path, True), with_kwargs=True),
@@ -253,10 +247,8 @@ def _note_input(path: str, begins: bool, owner: nn.Module, args: Any, last: Any)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype of a call's hidden states; None under autocast, which casts weights itself.
-
-    Hidden states are the widest of its floating-point tensors: routing weights are narrower.
-    """
+    """Return the dtype of a call's hidden states; None under autocast, which casts weights."""
+    # Hidden states are the widest of its floating-point tensors: routing weights are narrower.
     widest: Any = None
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
@@ -283,11 +275,8 @@ def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
 
 
 def _set_class(module: nn.Module) -> None:
-    """Give a module the class of other such modules with the same packed parameters.
-
-    torch creates a class for each parametrized module, and torch.compile would recompile each
-    layer for its class, and give up after a few.
-    """
+    """Give a module the class of other such modules with the same packed parameters."""
+    # torch creates a class for each parametrized module, for which torch.compile would recompile.
     own, names = type(module), packed_names(module)
     module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module) or "__getstate__" not in vars(own):
@@ -311,10 +300,8 @@ def _set_class(module: nn.Module) -> None:
 
 
 def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a `__call__` in which each weight is dequantized once, in its input's dtype.
-
-    bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
-    """
+    """Return a `__call__` in which each weight is dequantized once, in its input's dtype."""
+    # bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         around, dtype = getattr(self, _INPUT_DTYPE, None), _input_dtype(args, kwargs)
