@@ -49,7 +49,8 @@ from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import LARGEST, Packer, first_nonfinite, pack
 from ..packing.codecs import CODES
 from ..packing.decoders import bits_of, write_linear
-from ..packing.mxfp4 import KeptPacker, kept_settings
+from ..packing.mxfp4 import MXFP4 as NATIVE
+from ..packing.mxfp4 import KeptPacker
 from ..packing.parametrize import Place
 from ..packing.settings import CodecSettings, why_not
 from ..world import offload, world
@@ -615,7 +616,7 @@ def weights_to_keep(
 ) -> dict[str, CodecSettings]:
     """Return how the expert weights of a load are packed whose own codes are kept, by name."""
     # MXFP4 as gpt-oss has it, `N_blocks` and `N_scales` for the whole of a fused parameter N.
-    kept = {}
+    kept, fields = {}, {"kind": NATIVE.kind, "skip_modules": (), "stored_transposed": True}
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
         for name, param in spec.params.items():
             key = canonical_name(model, name, files)
@@ -626,7 +627,7 @@ def weights_to_keep(
             whole = *param.shape, MX_BLOCK // 2
             turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
             if len(blocks) == 4 and turned == whole and scales == blocks[:3]:
-                kept[name] = kept_settings(spec.settings)
+                kept[name] = replace(spec.settings, **fields)  # type: ignore[arg-type]
     if not kept:
         warnings.warn(
             "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "

@@ -150,8 +150,12 @@ class ParamWrapper(StockParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         # A forward that other code has bound may still call the one that adds LoRA itself.
         if is_packed(base, self.parameter_name):
-            with parametrize.decoded_by(base, self.parameter_name, self._add_on_read):
+            chain = parametrize.parametrization_list(base, self.parameter_name)._modules
+            chain[last := str(len(chain))] = self._add_on_read
+            try:
                 return self.base_layer(x, *args, **kwargs)
+            finally:
+                del chain[last]
         self.check_dropped(self.active_factors())
         self.adds_itself = True
         try:

@@ -24,7 +24,6 @@ from ..checkpoint.folder import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward
-from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
 from ..world import world
 from . import files
@@ -249,7 +248,8 @@ class LoraModel(StockLoraModel):
             forward.clear_quantized(merged)
             return merged
         for module in merged.modules():
-            restore_linear(module)
+            if hasattr(type(module), "restore_stock"):  # a Linear layer that engines can shard
+                cast(Any, module).restore_stock()
         forward.dequantize(merged, dtype)
         kept = kept_dtypes(merged, dtype)
         for name, parameter in merged.named_parameters():

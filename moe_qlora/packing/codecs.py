@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, PackedWeight
 
-if TYPE_CHECKING:
-    from .settings import CodecSettings
-
 Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
+Settings = Any  # `CodecSettings` of settings.py, which imports this file
 
 CODES = ""
 """End of the key of a packed weight's codes, which is the weight's name."""
@@ -76,17 +74,17 @@ class Codec:
     decodes_whole = False  # `decode` needs no temporaries of the decoded weights' size
     linear_dtype: torch.dtype | None = None  # that bitsandbytes casts Linear weights to; None: none
 
-    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
+    def settle(self, settings: Settings) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
         return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}
 
-    def unit(self, shape: Shape, settings: CodecSettings) -> int:
+    def unit(self, shape: Shape, settings: Settings) -> int:
         return settings.blocksize
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
         return (cdiv(math.prod(shape) * self.bits, 8), 1)
 
-    def tensors(self, shape: Shape, settings: CodecSettings) -> dict[str, TensorSpec]:
+    def tensors(self, shape: Shape, settings: Settings) -> dict[str, TensorSpec]:
         """Return the tensors of a packed weight in a state dict, by the end of their key."""
         units = cdiv(math.prod(shape), self.unit(shape, settings))
         return {
@@ -94,16 +92,16 @@ class Codec:
             self.scales: TensorSpec(self.scale_dtype, (units,)),
         }
 
-    def constant_nbytes(self, settings: CodecSettings) -> int:
+    def constant_nbytes(self, settings: Settings) -> int:
         """Return the bytes of a weight in memory besides these tensors."""
         return 0
 
-    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
+    def why_not(self, shape: Shape, settings: Settings) -> str | None:
         """Return why no weight of this shape can be packed, to follow its name; None if it can."""
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: CodecSettings, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: Settings, dtype: torch.dtype | None
     ) -> Iterable[str]:
         """Return faults in a record among these tensors."""
         return ()
@@ -119,14 +117,14 @@ class Codec:
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: CodecSettings,
+        settings: Settings,
     ) -> PackedWeight:  # fmt: skip
         """Return the weight of all of `quantize`'s codes, `(bytes,)`, and scales `(units,)`."""
         codes = codes.view(settings.storage_dtype).view(self.codes_shape(shape))
         return self.assemble({CODES: codes, self.scales: scales}, shape, dtype, settings)
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: Settings
     ) -> PackedWeight:
         """Return the weight of a state dict's tensors, which passed `problems`; copy nothing.
 

@@ -395,9 +395,3 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
         return
     layer.weight = params4bit(packed.codes, to_quant_state(packed))
     layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
-
-
-def restore_linear(module: nn.Module) -> None:
-    """Make a gathered Linear layer that engines can shard bitsandbytes' own again, for PEFT."""
-    if hasattr(type(module), "restore_stock"):
-        cast(Any, module).restore_stock()

@@ -82,11 +82,6 @@ class Mxfp4(Codec):
 MXFP4 = Mxfp4()
 
 
-def kept_settings(settings: CodecSettings) -> CodecSettings:
-    """Return the codec settings for native MXFP4 experts in a model packed with `settings`."""
-    return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
-
-
 class KeptPacker(Packer):
     """Assembles a weight from the native codes and scales of its experts, added in order."""
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -260,18 +259,6 @@ def is_autocast_on(x: Tensor) -> bool:
     """Whether autocast is on for a tensor's device; torch cannot be asked for meta."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind)
-
-
-@contextmanager
-def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
-    """Within the block, apply `last` to the weight that other code reads of a packed parameter."""
-    chain = parametrization_list(module, name)._modules
-    key = str(len(chain))
-    chain[key] = last
-    try:
-        yield
-    finally:
-        del chain[key]
 
 
 def _set_class(module: nn.Module) -> None:
