@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch.distributed import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -25,7 +26,7 @@ from moe_qlora.distributed import gather
 from moe_qlora.testing import tiny_model
 from tests.helpers.folders import check_folder
 from tests.helpers.ranks import sharded
-from tests.helpers.training import adapted
+from tests.helpers.training import adamw, adapted, restore, state_of, token_batches, train
 
 WORLD, TIMEOUT = 3, 5.0
 SIZES = {
@@ -39,7 +40,7 @@ class Ranks:
     """Runs functions on forked ranks of one packed model, and keeps what each rank raised."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.runs = root, 0
+        self.root, self.runs, self.timeout = root, 0, TIMEOUT
         self.model: Any = tiny_model("qwen3_moe", **SIZES)
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         moe_qlora.quantize_experts(self.model, config)
@@ -68,7 +69,7 @@ class Ranks:
                 init_method=(folder / "store").as_uri(),
                 rank=rank,
                 world_size=WORLD,
-                timeout=timedelta(seconds=TIMEOUT),
+                timeout=timedelta(seconds=self.timeout),
             )
             text = job(self.model, rank, *args)
             code = 0
@@ -121,6 +122,35 @@ def load(model: Any, rank: int, folder: Path, victim: int | None) -> str:
         return f"loaded, loss {loaded(input_ids=ids, labels=ids).loss.item():.6f}"
 
 
+def save_without_one(model: Any, rank: int, folder: Path, seconds: float) -> str:
+    sharded(moe_qlora.prepare_sharding(model))
+    if rank == 1:
+        time.sleep(seconds)
+        return "never came"
+    model.save_pretrained(folder)
+    return "saved"
+
+
+def train_and_die(model: Any, rank: int, folder: Path) -> str:
+    model = sharded(adapted(model))
+    optimizer = adamw(model, foreach=False)
+    train(model, token_batches(0, 2, 6), rank, WORLD, optimizer=optimizer)
+    checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
+    if rank == 1:
+        model.get_base_model().model.layers[1].register_forward_pre_hook(
+            lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        )
+    train(model, token_batches(2, 4, 6), rank, WORLD, optimizer=optimizer)
+    return "trained"
+
+
+def resume(model: Any, rank: int, folder: Path) -> list[float]:
+    model = sharded(adapted(model))
+    optimizer = adamw(model, foreach=False)
+    restore(model, optimizer, folder)
+    return train(model, token_batches(2, 4, 6), rank, WORLD, optimizer=optimizer)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     files = (file for file in folder.iterdir() if file.is_file() and file.name[0] != ".")
     return {file.name: file.read_bytes() for file in files}
@@ -169,3 +199,34 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> 
     assert codes == [0] * WORLD, texts
     assert texts[0].startswith("loaded, loss 5.")
     assert len(set(texts)) == 1
+
+
+def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "timeout", 2.0)
+    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 3.5)
+    assert codes == [1, 0, 1]
+    for rank in (0, 2):
+        assert f"failed on rank {rank} while it gathered tensors from all ranks" in texts[rank]
+    assert 2 < seconds < 6 * TIMEOUT
+    assert not (tmp_path / "model").exists()
+    assert left_behind(tmp_path / "model") == []
+
+
+def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(ranks, tmp_path):
+    codes, texts, seconds = ranks.run(train_and_die, tmp_path / "checkpoint")
+    assert codes == [1, KILLED, 1]
+    assert all(texts[rank].startswith("RuntimeError") for rank in (0, 2))
+    assert seconds < 6 * TIMEOUT
+    codes, texts, _ = ranks.run(resume, tmp_path / "checkpoint")
+    assert codes == [0] * WORLD, texts
+    single = ranks.run(one_process)[1][0]
+    expected = [float(loss) for loss in single.strip("[]").split(",")]
+    for text in texts:
+        resumed = [float(loss) for loss in text.strip("[]").split(",")]
+        assert resumed == pytest.approx(expected, abs=1e-5)
+
+
+def one_process(model: Any, rank: int) -> list[float]:
+    if rank:
+        return []
+    return train(adapted(model), token_batches(0, 4, 6))[2:]

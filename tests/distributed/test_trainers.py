@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL on two ranks train packed models as one process does.
+"""accelerate, transformers' Trainer and TRL on two ranks train packed models as one process does.
 
 Every group of processes runs many cases: starting them takes longer than a case.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -121,6 +122,31 @@ def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
     return result
 
 
+@shards_integers()
+def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any]:
+    """Train in a loop of one's own, with what `accelerate launch` has."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = adapted(folder)
+    optimizer = training.adamw(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses, norms = [], []
+    for batch in torch.stack(rows()).chunk(STEPS):
+        own = batch.chunk(world)[accelerator.process_index]
+        loss = model(input_ids=own, labels=own).loss
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    named = accelerator.unwrap_model(model).named_parameters()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: whole(p).detach() for name, p in named if p.requires_grad},
+        "sharded": count_sharded(model),
+    }
+
+
 def count_sharded(model: Any) -> tuple[int, int]:
     """How many tensors of packed weights are sharded, and how many there are."""
     packed = [p for p in model.parameters() if not p.is_floating_point()]
@@ -139,10 +165,14 @@ def tokenizer() -> Any:
 def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     join_as_torchrun(rank, world)
     training.take_fsdp_on_cpus()
-    results = {}
+    results = {"accelerate, ddp": run_accelerate(folder, world)}
+    AcceleratorState._reset_state(reset_partial_state=True)
     for case in CASES:
         results[case] = run_trainer(folder, world, case)
         AcceleratorState._reset_state(reset_partial_state=True)
+    layers: Any = FSDP2["transformer_layer_cls_to_wrap"]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=layers)
+    results["accelerate, fsdp2"] = run_accelerate(folder, world, plugin)
     distributed.barrier()
     return results
 
@@ -166,13 +196,15 @@ def two(folder: str) -> Any:
 def reference(folder: str, case: str) -> dict[str, Any]:
     """What one process computes."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    if case == "accelerate":
+        return run_accelerate(folder, 1)
     return run_trainer(folder, 1, case)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "accelerate, fsdp2", "accelerate, ddp"])
 def test_two_ranks_train_as_one(two: Any, folder: str, case: str) -> None:
     program = case.partition(",")[0]
-    expected = reference(folder, f"{program}, ddp")
+    expected = reference(folder, program if program == "accelerate" else f"{program}, ddp")
     # TRL keeps the adapters of quantized models in bfloat16.
     close = 1e-3 if program == "SFTTrainer" else 1e-5
     for result in (rank[case] for rank in two):

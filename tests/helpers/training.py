@@ -13,6 +13,13 @@ import torch
 from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
 from torch import Tensor, distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
@@ -188,3 +195,17 @@ def take_fsdp_on_cpus() -> None:
 def token_batches(first: int, last: int, rows: int) -> list[Tensor]:
     generators = (torch.Generator().manual_seed(step) for step in range(first, last))
     return [torch.randint(5, 248, (rows, 8), generator=generator) for generator in generators]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torch.distributed.checkpoint saves."""
+    state = get_optimizer_state_dict(model, optimizer)
+    return {"model": get_model_state_dict(model), "optimizer": state}
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **named: Any) -> None:
+    """Load what it has saved, by any number of ranks."""
+    state = state_of(model, optimizer)
+    checkpoint.load(state, checkpoint_id=folder, **named)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
