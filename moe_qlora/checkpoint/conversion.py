@@ -95,7 +95,11 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 
 
 class DiskLayout:
-    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`."""
+    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`.
+
+    With a `mapping`, only those whose parameters and keys `takes` is true of; `transposed` are
+    parameters that the model has the other way round than the disk.
+    """
 
     def __init__(
         self,
@@ -105,14 +109,10 @@ class DiskLayout:
         takes: Callable[[Collection[str], Collection[str]], bool] = lambda names, keys: True,
         transposed: Container[str] = (),
     ) -> None:
-        """Group all tensors, or by `mapping` those whose parameters and keys `takes` is true of.
-
-        `transposed` are parameters that the model has the other way round than the disk.
-        """
         self.model: Any = model
         state = model.state_dict()
         used = get_model_conversion_mapping(self.model) if mapping is None else mapping
-        self.groups = list(_groups(self.model, state, disk, used, takes))
+        self.groups = list(self._grouped(state, disk, used, takes))
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
@@ -127,40 +127,35 @@ class DiskLayout:
         if mapping is None:  # as `from_pretrained` notes what it used, which saving undoes
             self.model.__dict__["_weight_conversions"] = [one for one in used if one.was_used()]
 
-
-def _groups(
-    model: Any,
-    state: Mapping[str, Tensor],
-    disk: Disk,
-    mapping: list[Any],
-    takes: Callable[[Collection[str], Collection[str]], bool],
-) -> Iterator[Group]:
-    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    known = getattr(model, "base_model_prefix", ""), state
-    collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for key in sorted(disk, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, *known)
-        if name not in state and key in state:
-            name, pattern = loading.rename_source_key(key, [], [], *known)
-        if name in state and pattern is not None:
-            _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
-            sources.setdefault(pattern, []).append(key)
-        elif takes([name], [key]):
-            shapes = {name: disk[key][0]} if name in state else {}
-            yield Group((key,), shapes, target=name if shapes else "")
-    for name, (converter, found) in collected.items():
-        first, *others = converter.target_patterns
-        names = [name, *(name.replace(first, other, 1) for other in others)]
-        matches = {pattern: tuple(keys) for pattern, keys in found.items()}
-        own = {key: disk[key] for keys in matches.values() for key in keys}
-        if takes(names, own.keys()):
-            whole = Group(tuple(own), {}, matches, name, converter, unit="")
-            made = convert(whole, blank(own), model)
-            shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
-            stored = {key: shape for key, (shape, _) in own.items()}
-            yield make_group(name, converter, matches, shapes, stored)
+    def _grouped(
+        self, state: Mapping[str, Tensor], disk: Disk, mapping: list[Any], takes: Any
+    ) -> Iterator[Group]:
+        renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        known = getattr(self.model, "base_model_prefix", ""), state
+        collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for key in sorted(disk, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(key, renamings, converters, *known)
+            if name not in state and key in state:
+                name, pattern = loading.rename_source_key(key, [], [], *known)
+            if name in state and pattern is not None:
+                _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(key)
+            elif takes([name], [key]):
+                shapes = {name: disk[key][0]} if name in state else {}
+                yield Group((key,), shapes, target=name if shapes else "")
+        for name, (converter, found) in collected.items():
+            first, *others = converter.target_patterns
+            names = [name, *(name.replace(first, other, 1) for other in others)]
+            matches = {pattern: tuple(keys) for pattern, keys in found.items()}
+            own = {key: disk[key] for keys in matches.values() for key in keys}
+            if takes(names, own.keys()):
+                whole = Group(tuple(own), {}, matches, name, converter, unit="")
+                made = convert(whole, blank(own), self.model)
+                shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
+                stored = {key: shape for key, (shape, _) in own.items()}
+                yield make_group(name, converter, matches, shapes, stored)
 
 
 def make_group(
@@ -190,17 +185,15 @@ def make_group(
     else:
         unit, each, rest = "row", {1}, operations
         alone = rows == {shape[0] for shape in disk.values() if shape}
-    alone = alone and all(map(_leaves_first_alone, rest))
+    for one in rest:  # which must leave the first dimension alone
+        if isinstance(one, loading.Transpose):
+            inner = not getattr(one, "check_dims", False) and min(one.dim0, one.dim1) > 0
+        else:
+            kinds = loading.Concatenate, loading.Chunk, loading.Interleave
+            inner = isinstance(one, kinds) and one.dim > 0
+        alone = alone and inner
     alone = alone and counts == each and len(rows) == 1 and 0 not in rows
     return Group(keys, shapes, sources, target, converter, unit=unit if alone else "")
-
-
-def _leaves_first_alone(operation: Any) -> bool:
-    if isinstance(operation, loading.Transpose):
-        dims = operation.dim0, operation.dim1
-        return not getattr(operation, "check_dims", False) and min(dims) > 0
-    kinds = loading.Concatenate, loading.Chunk, loading.Interleave
-    return isinstance(operation, kinds) and operation.dim > 0
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:

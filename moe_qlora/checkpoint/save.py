@@ -202,20 +202,39 @@ def quantize_checkpoint(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device is {str(device)!r}: {first_line(error)}.") from error
-    opened = open_to_pack(folder, model, config, place)
-    base, plan = opened.base, opened.plan
+    base, plan, dtypes, linears, tied, names = open_to_pack(folder, model, config, place)
+    slots = {}
+    for name in names:
+        on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
+        own = place if on_gpu else torch.device("cpu")
+        slots[name] = slot_for(model, plan, linears, name, dtypes[name], own)
+    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
+
+    def packed() -> Iterator[tuple[str, Tensor]]:
+        weights = filled(base.checkpoint, base.layout, groups, slots)
+        for number, (name, weight) in enumerate(weights):
+            tell(number, len(names), name)
+            if isinstance(weight, Tensor):
+                yield name, weight
+                continue
+            parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
+            int8 = name not in plan.params and SCALES in parts
+            if int8:  # bitsandbytes' number of this layout: rows
+                parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
+            yield name, weight.codes
+            yield from (((module if int8 else name) + end, part) for end, part in parts.items())
+        tell(len(names), len(names), "")
+
     with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
         model.config.quantization_config = config
         _write_config(model, work)
         copy_files(auxiliary_files(folder), work)
         experts = {}
-        for name in (name for name in opened.names if name in plan.params):
-            tied = {alias for alias, source in opened.tied.items() if source == name}
-            aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
-            shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
-            experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
-        values = _packed(opened, place, tell)
-        return write_packed(work, values, max_shard_size, experts, plan.settings, model)
+        for name in filter(plan.params.__contains__, names):
+            aliases = {*plan.params[name].names, *(n for n, one in tied.items() if one == name)}
+            shape, stored_dtype = base.layout.by_name[name].shapes[name], dtype_name(dtypes[name])
+            experts[name] = PackedEntry(shape, stored_dtype, tuple(sorted(aliases - {name})))
+        return write_packed(work, packed(), max_shard_size, experts, plan.settings, model)
 
 
 def copy_config(config: Any) -> Any:
@@ -284,26 +303,3 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
             "llm_int8_skip_modules leaves all of them unpacked."
         )
     return Opened(base, plan, dtypes, linears, tied, names)
-
-
-def _packed(opened: Opened, device: torch.device, tell: Progress) -> Iterator[tuple[str, Tensor]]:
-    base, plan, dtypes, linears, *_ = opened
-    names, slots = opened.names, {}
-    for name in names:
-        on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
-        place = device if on_gpu else torch.device("cpu")
-        slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
-    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
-    weights = filled(base.checkpoint, base.layout, groups, slots)
-    for number, (name, weight) in enumerate(weights):
-        tell(number, len(names), name)
-        if isinstance(weight, Tensor):
-            yield name, weight
-            continue
-        parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
-        int8 = name not in plan.params and SCALES in parts
-        if int8:  # bitsandbytes' number of this layout: rows
-            parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
-        yield name, weight.codes
-        yield from (((module if int8 else name) + end, part) for end, part in parts.items())
-    tell(len(names), len(names), "")

@@ -64,16 +64,7 @@ def test_a_manifest_reads_back_equal_and_says_the_same_twice(tmp_path):
     one, other = (manifest_of(tmp_path / name) for name in "ab")
     assert one.name == other.name == manifest.file_name
     assert one.read_bytes() == other.read_bytes()
-    assert read_manifest(tmp_path) is None
     with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
-        check_folder(tmp_path)
-
-
-@pytest.mark.parametrize("name", TRICKS[::4])
-def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path, name):
-    packed_folder(tmp_path)
-    resigned(tmp_path, lambda value: value["shards"].update({name: {}}))
-    with pytest.raises(CheckpointError, match="only files of the folder"):
         check_folder(tmp_path)
 
 
@@ -89,25 +80,24 @@ def test_a_folder_opens_by_what_its_config_names(tmp_path):
     assert tuple(open_checkpoint(tmp_path)) == ("x",)
 
 
-MARKS = {
-    "no object": ([], r"moe_qlora.format_version \[\]; this version"),
-    "older": ({"format_version": 1, "id": "x"}, "format_version 1; .* pack the model again"),
-    "newer": ({"format_version": 4}, "format_version 4"),
-    "no entry": ({"entry": None}, "moe_qlora.entry is None"),
-    "another manifest": ({"manifest": f"moe_qlora-{'0' * 16}.json"}, "is missing"),
-    "another key": ({"x": 1}, "moe_qlora.x is 1"),
-}
+MARKS = [
+    ([], r"moe_qlora.format_version \[\]; this version"),
+    ({"format_version": 1, "id": "x"}, "format_version 1; .* pack the model again"),
+    ({"format_version": 4}, "format_version 4"),
+    ({"entry": None}, "moe_qlora.entry is None"),
+    ({"manifest": f"moe_qlora-{'0' * 16}.json"}, "is missing"),
+    ({"x": 1}, "moe_qlora.x is 1"),
+]
 
 
-@pytest.mark.parametrize("name", MARKS)
-def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, name):
-    mark, pattern = MARKS[name]
+@pytest.mark.parametrize(("mark", "pattern"), MARKS)
+def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, mark, pattern):
     packed_folder(tmp_path)
-    if isinstance(mark, dict) and mark and "format_version" not in mark:
+    if mark and "format_version" not in mark:
         remark(tmp_path, **mark)
     else:
         (tmp_path / "config.json").write_text(json.dumps({"moe_qlora": mark}))
-    for read in (check_folder, read_manifest, open_checkpoint):
+    for read in (check_folder, open_checkpoint):
         with pytest.raises(CheckpointError, match=pattern):
             read(tmp_path)
 
@@ -124,23 +114,22 @@ def within(*path: str, **values: object):
 
 
 W, B = ("experts", "w"), ("tensors", "b")
-RESIGNED = {
-    "no shards": (within(shards={}), r"shards is \{\}"),
-    "unknown codec": (within("codec", kind="nf3"), "nf3"),
-    "missing tensor": (lambda v: v["tensors"].pop("b"), "hold b as"),
-    "a tensor too many": (lambda v: v["tensors"].update(c=v["tensors"]["b"]), "hold c as None"),
-    "dtype": (within(*B, dtype="F16"), "hold b as"),
-    "negative shape": (within(*W, shape=[-2, -3, 4]), r"experts\.w\.shape\.0 is -2"),
-    "stack without a shape": (within(*W, shape=[]), r"experts\.w\.shape is \[\]"),
-    "stack's dtype": (within(*W, dtype="save"), r"experts\.w\.dtype is 'save'.*bfloat16"),
-    "checksum": (within("tensors", "w", sha256="0" * 64), "the bytes of w are not"),
-    "a key that is not known": (within(sha256="0"), "sha256 is '0'"),
-}
+RESIGNED = [
+    (within(shards={}), r"shards is \{\}"),
+    *((within("shards", **{name: {}}), "only files of the folder") for name in TRICKS[::4]),
+    (within("codec", kind="nf3"), "nf3"),
+    (lambda v: v["tensors"].pop("b"), "hold b as"),
+    (lambda v: v["tensors"].update(c=v["tensors"]["b"]), "hold c as None"),
+    (within(*B, dtype="F16"), "hold b as"),
+    (within(*W, shape=[-2, -3, 4]), r"experts\.w\.shape\.0 is -2"),
+    (within(*W, dtype="save"), r"experts\.w\.dtype is 'save'.*bfloat16"),
+    (within("tensors", "w", sha256="0" * 64), "the bytes of w are not"),
+    (within(sha256="0"), "sha256 is '0'"),
+]
 
 
-@pytest.mark.parametrize("name", RESIGNED)
-def test_a_manifest_that_does_not_fit_is_refused(tmp_path, name):
-    change, pattern = RESIGNED[name]
+@pytest.mark.parametrize(("change", "pattern"), RESIGNED, ids=map(str, range(len(RESIGNED))))
+def test_a_manifest_that_does_not_fit_is_refused(tmp_path, change, pattern):
     packed_folder(tmp_path)
     resigned(tmp_path, change)
     with pytest.raises(CheckpointError, match=pattern):
