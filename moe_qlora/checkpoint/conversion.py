@@ -201,7 +201,9 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
     if group.converter is None:
         # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
         names = group.shapes or group.keys
-        return dict.fromkeys(names, _swapped(tensors[group.keys[0]], group.swap))
+        tensor = tensors[group.keys[0]]
+        tensor = tensor.transpose(*group.swap).contiguous() if group.swap else tensor
+        return dict.fromkeys(names, tensor)
     values: dict[str, Any] = {
         pattern: [tensors[key] for key in keys if key in tensors]
         for pattern, keys in group.sources.items()
@@ -233,7 +235,7 @@ def restore(group: Group, values: Mapping[str, Tensor], model: Any) -> dict[str,
     """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
     if group.converter is None:
         (value,) = values.values()
-        return {group.keys[0]: _swapped(value, group.swap)}
+        return {group.keys[0]: value.transpose(*group.swap) if group.swap else value}
     return revert(model, values, group.target)
 
 
@@ -246,10 +248,6 @@ def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Ten
             f"transformers cannot write {name} as {type(model).__name__} has it on disk ({error})."
         ) from error
     return tensors
-
-
-def _swapped(tensor: Tensor, dims: tuple[int, int] | None) -> Tensor:
-    return tensor if dims is None else tensor.transpose(*dims).contiguous()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -298,7 +296,6 @@ class Base:
         return any(map(self.checkpoint.is_dequantized, group.keys))
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Return rows of a parameter."""
         return self.values(self.layout.by_name[name], start, stop)[name]
 
     def first_rows(self, name: str) -> Tensor | None:
@@ -306,21 +303,23 @@ class Base:
         if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
             return None
         group = self.layout.by_name[known]
-        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        return self.rows(known, 0, last)
+        return self.rows(
+            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        )
 
-    def holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether a parameter has the same bits as a tensor."""
-        parts = self.layout.by_name[name].slices()
-        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in parts)
+    def equals(self, name: str, other: str | Tensor) -> bool:
+        """Whether a parameter has the same bits as another, or as a tensor."""
+        return all(
+            same_bits(
+                self.rows(name, *part),
+                self.rows(other, *part) if isinstance(other, str) else other[slice(*part)],
+            )
+            for part in self.layout.by_name[name].slices()
+        )
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
-        return not all(
-            same_bits(self.rows(stored[0], *part), self.rows(name, *part))
-            for name in stored[1:]
-            for part in self.layout.by_name[name].slices()
-        )
+        return not all(self.equals(stored[0], name) for name in stored[1:])
 
     def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Give a parameter another shape in the merged folder; add a new one in this dtype."""
@@ -334,7 +333,6 @@ class Base:
         self.layout.groups.append(group)
 
     def close(self) -> None:
-        """Close the files."""
         self.checkpoint.close()
 
 
@@ -427,7 +425,6 @@ _NEVER = (
     *(".safetensors", INDEX_SUFFIX, ".bin.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
     *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
 )
-_FOLDERS = ("additional_chat_templates",)
 
 
 def auxiliary_files(source: Path) -> dict[Path, Path]:
@@ -436,9 +433,10 @@ def auxiliary_files(source: Path) -> dict[Path, Path]:
     for file in sorted(source.iterdir()):
         name = file.name
         own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
-        if file.is_dir():
-            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)):
+        own = own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)
+        if name == "additional_chat_templates" and file.is_dir():
+            files += [file, *sorted(file.rglob("*"))]
+        elif not (own or file.is_dir()):
             files.append(file)
     for file in files:
         check_link(file, source)

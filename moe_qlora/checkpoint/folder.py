@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, UnsupportedWeightError
+from ..errors import CheckpointError, UnsupportedWeightError, first_line
 from ..layout import dtype_name, parse_bytes
 from ..models.files import once, reading, size_of
 
@@ -300,6 +300,8 @@ def _places(target: Path, inside: bool) -> tuple[Path, Path]:
 @contextmanager
 def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
     """Yield an empty staging folder next to a target or `inside` it; other writers are refused."""
+    import fcntl
+
     work, lock = _places(target, inside)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -307,7 +309,21 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             # do not follow a link, nor wait for a pipe
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             stack.callback(os.close, handle)
-            _lock(handle, lock, target)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # a process that has just ended may have removed the file that is locked here
+                is_ours = lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+            except BlockingIOError:
+                is_ours = False
+            except OSError as error:
+                text = f"{target}'s file system has no locks ({error}): let one process write there"
+                warnings.warn(f"{text}.", UserWarning, stacklevel=2)
+                is_ours = True
+            if not is_ours:
+                raise CheckpointError(
+                    f"Another process is writing to {target}: wait for it, or name another folder. "
+                    "In a distributed run, pass is_main_process=False in all processes but one."
+                )
             stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
                 shutil.rmtree(work)  # which refuses a link
@@ -315,32 +331,10 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             yield work
     except (OSError, SafetensorError) as error:  # safetensors wraps those of the system
-        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-        file = getattr(error, "filename", None)
-        at = f" ({os.fsdecode(file)})" if isinstance(file, (str, bytes)) else ""
         raise CheckpointError(
-            f"{target} cannot be written: {reason}{at}; make room there, or name another folder."
+            f"{target} cannot be written: {first_line(error)}; make room there, or name another "
+            "folder."
         ) from error
-
-
-def _lock(handle: int, lock: Path, target: Path) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # a process that has just ended may have removed the file that is locked here
-        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
-            return
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        text = f"{target}'s file system has no locks ({error}): let one process write there."
-        warnings.warn(text, UserWarning, stacklevel=2)
-        return
-    raise CheckpointError(
-        f"Another process is writing to {target}: wait for it, or name another folder. In a "
-        "distributed run, pass is_main_process=False in all processes but one."
-    )
 
 
 def absolute(path: str | Path) -> Path:

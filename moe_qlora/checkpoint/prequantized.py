@@ -282,24 +282,28 @@ class PrequantizedCheckpoint(Checkpoint):
         self._maker = MakerConfig(config)
         self.files, self.dtype, self.method = checkpoint.files, dtype, self._maker.method
         self._tensors: dict[str, Quantized] = {}
+        self.names: dict[str, str] = {}  # of all, by the keys on disk of plain ones and of codes
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
-                name = self._name(key)
+                self.names[key] = name = self._name(key)
                 if name in self._tensors or (name in self.stored and name != key):
                     raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
                 self._tensors[name] = tensor
         used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
         # of symmetric codes, or in groups, which are decoded without
         used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
-        used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
-        plain = {key: info for key, info in self.stored.items() if key not in used}
-        alone = [  # what can only be codes or scales of a quantized weight
-            key
-            for key, info in plain.items()
-            if _PART.fullmatch(key.rpartition(".")[2])
-            or (info.dtype.itemsize == 1 and info.dtype.is_floating_point)
-            or (info.dtype in (torch.uint8, torch.int8) and len(info.shape) > 1)
-        ]
+        alone: list[str] = []  # what can only be codes or scales of a quantized weight
+        for key, info in self.stored.items():  # in the order of the files
+            last = key.rpartition(".")[2]
+            if (name := self.names.get(key, "")) in self._tensors:
+                shape = self._tensors[name].shape
+                nbytes = prod(shape) * dtype.itemsize
+                self[name] = replace(info, dtype=dtype, shape=shape, nbytes=nbytes)
+            elif key not in used and not _IDLE.fullmatch(last):
+                self[key], self.names[key] = info, key
+                is_fp8 = info.dtype.itemsize == 1 and info.dtype.is_floating_point
+                is_codes = info.dtype in (torch.uint8, torch.int8) and len(info.shape) > 1
+                alone += [key] * (is_fp8 or is_codes or bool(_PART.fullmatch(last)))
         if alone:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
@@ -307,14 +311,6 @@ class PrequantizedCheckpoint(Checkpoint):
                 f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
                 f"go with it in {self.method}: copy the whole folder, or {ADVICE}."
             )
-        self.names = {key: key for key in plain}  # plain, of all on disk but what goes with one
-        self.names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
-        for key, info in self.stored.items():  # in the order of the files
-            if (plain_key := self.names.get(key)) is not None:
-                self[plain_key] = info
-                if (known := self._tensors.get(plain_key)) is not None:
-                    nbytes = prod(known.shape) * dtype.itemsize
-                    self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
     def is_dequantized(self, key: str) -> bool:
         return key in self._tensors
@@ -350,7 +346,6 @@ class PrequantizedCheckpoint(Checkpoint):
         )
 
     def close(self) -> None:
-        """Close the files."""
         self.stored.close()
         super().close()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,11 +166,11 @@ def _packed_entries(
     forms = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     first = (form for form in forms.values() if not form.codec.is_kept)
     settings, entries = next(first, replace(asked, skip_modules=())), {}
-    for name, weight in weights.items():
-        if name in stored:
-            tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
-            own = None if forms[name] == settings else forms[name].to_dict()
-            entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
+    for name in filter(stored.__contains__, weights):
+        weight, form = weights[name], forms[name]
+        tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
+        own = None if form == settings else form.to_dict()
+        entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
     return entries, settings
 
 
@@ -259,19 +259,15 @@ def build_model(
         return named.build(source, trust_remote_code=trust_remote_code)
 
 
-class Opened(NamedTuple):
-    """A checkpoint that is to be packed."""
+def open_to_pack(
+    folder: Path, model: Any, config: Any, device: torch.device
+) -> tuple[Base, PackingPlan, dict[str, torch.dtype], dict[str, bool], dict[str, str], list[str]]:
+    """Open a checkpoint that is to be packed, given its model on meta.
 
-    base: Base
-    plan: PackingPlan
-    dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
-    linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
-    tied: dict[str, str]  # names that are stored under another
-    names: list[str]  # those that are written
-
-
-def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
-    """Open a checkpoint, given its model on meta, whose Linear layers are replaced."""
+    Returns it; what is packed; the dtypes of all parameters, were they not; its packed Linear
+    layers (`packed_linears`), which replace the model's; the names that are stored under another;
+    and the names that are written.
+    """
     plan = packing_spec(model, config, model.dtype, None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     dtype, fp32 = model.dtype, kept_dtypes(model, model.dtype)
@@ -302,4 +298,4 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
             f"{folder}: a {type(model).__name__} has no expert weights to pack, or "
             "llm_int8_skip_modules leaves all of them unpacked."
         )
-    return Opened(base, plan, dtypes, linears, tied, names)
+    return base, plan, dtypes, linears, tied, names

@@ -9,30 +9,45 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
-from folders import same
+from folders import same, tensors
 from prequantized import (
     CASES,
     Stored,
     compressed,
     encode_fp8,
     encode_int,
+    plain_config,
     write_case,
+    write_folder,
     write_shards,
     write_tensors,
 )
 from safetensors.torch import load_file
+from small_models import fill
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from training import NF4
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
+from typer.testing import CliRunner
 
+import moe_qlora
 from moe_qlora.checkpoint import prequantized as makers
-from moe_qlora.checkpoint.folder import Checkpoint
+from moe_qlora.checkpoint.folder import INDEX, Checkpoint
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, open_plain
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.cli.app import app
+from moe_qlora.detection.detect import detect
 from moe_qlora.errors import CheckpointError
+from moe_qlora.testing import tiny_inputs
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +94,8 @@ def test_groups_of_several_kinds(tmp_path):
         tensors |= {f"{module}.weight{end}": tensor for end, tensor in parts.items()}
     values["lm_head.weight"] = tensors["lm_head.weight"]
     with open_plain(write_tensors(tmp_path, config, tensors)) as checkpoint:
-        assert {key: same(checkpoint.read(key), v) for key, v in values.items()} == dict.fromkeys(
-            values, True
-        )
+        for key, value in values.items():
+            assert same(checkpoint.read(key), value), key
         assert not checkpoint.is_dequantized("lm_head.weight")
 
 
@@ -202,18 +216,6 @@ def test_a_format_that_is_not_read_is_named(tmp_path, monkeypatch, config, tenso
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
 
 
-def e4m3(code: int) -> float:
-    """The value of a byte, by the definition: 1 bit of sign, 4 of exponent (bias 7), 3."""
-    sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-    return -size if sign else size
-
-
-E4M3 = torch.tensor([e4m3(code) for code in range(256)])
-
-
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
@@ -231,11 +233,7 @@ def fp8_codes(*shape: int) -> Tensor:
 def read(folder: Path, key: str = "a.weight") -> Tensor:
     with open_plain(folder) as checkpoint:
         assert list(checkpoint) == [key]
-        value = checkpoint.read(key)
-        middle = value.shape[0] // 3
-        assert same(checkpoint.read(key, middle, middle + 2), value[middle : middle + 2].clone())
-        assert value.is_contiguous()
-        return value
+        return checkpoint.read(key)
 
 
 def fp8(block=None) -> dict:
@@ -278,7 +276,7 @@ def test_fp8_codes_times_their_scales(tmp_path, config, shape, block, name, grid
     (rows, columns), (high, wide) = shape[-2:], block
     values = values.reshape(-1, -(-rows // high), -(-columns // wide)).repeat_interleave(high, 1)
     values = values[:, :rows].repeat_interleave(wide, 2)[..., :columns]
-    plain = E4M3[codes.long()].view(-1, rows, columns) * values
+    plain = codes.view(FP8).float().view(-1, rows, columns) * values
     assert same(value, plain.view(shape).to(BF16))
 
 
@@ -287,11 +285,9 @@ def test_every_byte_is_the_value_that_torch_has_for_it(tmp_path, dtype):
     """-0, subnormals, infinities and NaN among them."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
     tensors = {"a.weight": codes, "a.weight_scale": torch.ones(())}
-    with open_plain(write_tensors(tmp_path, fp8(), tensors)) as checkpoint:
-        value = checkpoint.read("a.weight")
-    for wanted in (codes.float(), *([E4M3.view(16, 16)] if dtype == FP8 else [])):
-        assert torch.equal(value.isnan(), wanted.isnan())
-        assert same(*(t.nan_to_num(7.0, math.inf, -math.inf) for t in (value, wanted.to(BF16))))
+    value, wanted = read(write_tensors(tmp_path, fp8(), tensors)), codes.float()
+    assert torch.equal(value.isnan(), wanted.isnan())
+    assert same(*(t.nan_to_num(7.0, math.inf, -math.inf) for t in (value, wanted.to(BF16))))
 
 
 def test_exponents_at_their_ends(tmp_path):
@@ -300,7 +296,7 @@ def test_exponents_at_their_ends(tmp_path):
     tensors["e_scales"] = torch.tensor([[[127], [0], [254], [255]]], dtype=torch.uint8)
     with open_plain(write_tensors(tmp_path, {"quant_method": "mxfp4"}, tensors)) as checkpoint:
         value = checkpoint.read("e")
-    assert torch.equal(value[0, 0, :3].double(), torch.tensor([1.0, 2.0**-127, 2.0**127]).double())
+    assert value[0, 0, :3].tolist() == [1.0, 2.0**-127, 2.0**127]
     assert bool(value[0, :, 3].isnan().all())
 
 
@@ -396,6 +392,9 @@ def test_a_weight_is_the_one_that_compressed_tensors_decodes(name, tmp_path):
     assert torch.equal(value.to(decoded.dtype), decoded)
 
 
+PLACES = (0, 1), (15, 17), (2, 2)  # rows: one, over the edge of a block, none
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_tensors_and_rows_are_those_of_the_plain_folder(folders, name, monkeypatch):
     folder, plain = folders[name]
@@ -416,15 +415,7 @@ def test_tensors_and_rows_are_those_of_the_plain_folder(folders, name, monkeypat
             # 50 values: less than a row, or one
             small = number % 2 and plain[key].numel() <= 1 << 16
             monkeypatch.setattr(makers, "PIECE", 50 if small else 1 << 22)
-            # within blocks, at their edges, one row, none, and too many
-            for place in (
-                (3, rows - 1),
-                (rows - 1, None),
-                (0, 1),
-                (15, 17),
-                (17, rows + 9),
-                (2, 2),
-            ):
+            for place in (*PLACES, (3, rows - 1), (rows - 1, None), (17, rows + 9)):
                 found = checkpoint.read(key, *place)
                 assert same(found, plain[key][slice(*place)].contiguous()), (key, place)
 
@@ -462,3 +453,116 @@ def test_a_gpu_decodes_the_same_bits(folders, name):
             on_gpu = checkpoint.read(key, 1, device="cuda")
             assert on_gpu.is_cuda
             assert same(on_gpu.cpu(), checkpoint.read(key, 1)), key
+
+
+# Packing, merging and verifying such folders, beside their 16-bit twins
+
+# One of each way to be stored, and of each way from the files to parameters.
+FEW = (
+    *("deepseek_v3 fp8", "gpt_oss mxfp4", "deepseek_v3 int4", "qwen3_moe modelopt nvfp4"),
+    "deepseek_v4 fp4",
+)
+SHARD = "40KB"
+
+
+class Twins:
+    """A folder as its maker quantized it, and the 16-bit folder that it stands for."""
+
+    def __init__(self, root: Path, write: Callable[[Path], tuple[Path, dict[str, Tensor]]]) -> None:
+        self.makers, self.tensors = write(root / "makers")
+        self.plain, self.root = root / "plain", root
+        no_weights = shutil.ignore_patterns("*.safetensors*", "config.json")
+        shutil.copytree(self.makers, self.plain, ignore=no_weights)
+        write_shards(self.plain, self.tensors)
+        (self.plain / "config.json").write_text(json.dumps(plain_config(self.makers)))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return content
+
+
+def pack(source: Path, out: Path) -> dict[str, Any]:
+    """Pack a folder; return what tells it from others: its id, and its configuration."""
+    manifest = moe_qlora.quantize_checkpoint(source, out, NF4, device="cpu")
+    return {"id": manifest.id, "config": manifest.config, "experts": manifest.experts}
+
+
+def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> dict[str, Tensor]:
+    """Merge into both, compare, and return the tensors; the folders are `merged`, `expected`."""
+    for base, name in ((left, "merged"), (right, "expected")):
+        report = moe_qlora.merge_adapter(base, adapter, root / name, max_shard_size=SHARD)
+        assert bool(report.dequantized) is (base == left)
+        assert ("all of it is written dequantized" in str(report)) is (base == left)
+    found, expected = tensors(root / "merged"), tensors(root / "expected")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert same(tensor, expected[key]), key
+    configs = [config_of(root / name) for name in ("merged", "expected")]
+    assert configs[0] == configs[1] and "quantization_config" not in json.dumps(configs)
+    return found
+
+
+def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
+    kept = ["visual", "model.visual"]
+
+    def write(path: Path) -> tuple[Path, dict[str, Tensor]]:
+        folder, plain = write_folder(path, "glm4v_moe", "fp8", modules_to_not_convert=kept)
+        config = config_of(folder)
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder, plain
+
+    twins = Twins(tmp_path, write)
+    assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
+    adapter = adapt(twins, AutoModelForImageTextToText)
+    assert_same_merges(twins.makers, twins.plain, adapter, tmp_path)
+    said = CliRunner().invoke(app, ["dump", str(twins.makers), "--json"])
+    assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
+
+
+def adapt(folder: Twins, auto: Any = AutoModelForCausalLM) -> Path:
+    """A random adapter on experts and one kind of Linear layer, trained by nobody."""
+    out = folder.root / "adapter"
+    if not out.exists():
+        model: Any = auto.from_pretrained(folder.plain)
+        leaves = sorted({param.parameter_name for param in detect(model).experts})
+        targets = ["o_proj", "o_b_proj"]
+        config: Any = peft.LoraConfig(r=2, target_modules=targets, target_parameters=leaves)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fill(peft.get_peft_model(model, config), 3, 0.1).save_pretrained(out)
+    return out
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_merge_equals_that_into_the_plain_folder(name: str, tmp_path: Path) -> None:
+    folder, out = Twins(tmp_path, lambda path: write_case(path, name)), tmp_path / "merged"
+    found = assert_same_merges(folder.makers, folder.plain, adapt(folder), tmp_path)
+    assert found.keys() == folder.tensors.keys()  # none of the makers' scales
+    changed = {key for key, tensor in found.items() if not same(tensor, folder.tensors[key])}
+    assert 0 < len(changed) < len(found)
+    index = json.loads((out / INDEX).read_text())
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 2
+    assert {file.name for file in files} == set(index["weight_map"].values())
+    for held in map(load_file, files):
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 40_000
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "expected")
+    assert not info["missing_keys"]
+    assert model.dtype == torch.bfloat16
+    assert not hasattr(model, "hf_quantizer")
+    inputs = tiny_inputs(model)
+    assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+    assert verify(out).good
+    if name != "deepseek_v3 fp8":
+        return
+    folder = folder.makers
+    raw = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
+    report = verify(folder)
+    assert (report.good, report.kind, report.method) == (True, "plain", "fp8")
+    assert (report.tensors, report.nbytes) == (len(raw), sum(t.nbytes for t in raw.values()))
+    assert report.dequantized == sum(key.endswith("_scale_inv") for key in raw)
+    line = " ".join(CliRunner().invoke(app, ["verify", str(folder)]).output.split())
+    assert "is whole: quantized by its maker (fp8)" in line
