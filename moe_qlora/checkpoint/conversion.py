@@ -432,7 +432,7 @@ def auxiliary_files(source: Path) -> dict[Path, Path]:
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
-        own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
+        own = name in (CONFIG, MODELOPT_CONFIG) or bool(MANIFEST_NAME.fullmatch(name))
         own = own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)
         if name == "additional_chat_templates" and file.is_dir():
             files += [file, *sorted(file.rglob("*"))]
