@@ -136,7 +136,7 @@ def test_single_experts_hold_the_products_of_the_fused_weight(
         torch.testing.assert_close(single[down], outer_b[:, expert::experts] @ outer_a[rows])
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == 2 and not config["target_parameters"]
-    assert {gate, up, down, "q_proj", "o_proj"} == set(config["target_modules"])
+    assert {gate, up, down, "q_proj", "o_proj"} <= set(config["target_modules"])
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
