@@ -161,17 +161,17 @@ def _open(
     compute_buffers(model, device)
     config = copy_config(model.config.quantization_config if packed else config)
     if check is None:
-        opened = open_to_pack(folder, model, config, device)
-        known = opened.plan, opened.base.checkpoint, opened.dtypes
+        base, plan, dtypes, *_ = open_to_pack(folder, model, config, device)
+        known = plan, base.checkpoint, dtypes
     else:
         spec = reload_spec(model, config, model.dtype, check.finish(), folder)
         from_config(model, config)
         check.check_model(model)
         model.tie_weights()
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        known = spec, check.checkpoint, dtypes | spec.dtypes
+        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        known = spec, check.checkpoint, own | spec.dtypes
     fill = Fill(model, *known, config, shards=True)
-    fill.pack(opened.base.layout if check is None else None)
+    fill.pack(base.layout if check is None else None)
     return fill
 
 
