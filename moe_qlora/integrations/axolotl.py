@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
-from transformers import PreTrainedModel
 
 from ..errors import ConfigError, MoeQloraError
 from .host import ExpertsHost
@@ -95,17 +94,7 @@ class MoeQloraPlugin(BasePlugin):
         if not wants_packing(cfg):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
-        host.before_build()
-        stock = vars(PreTrainedModel)["from_pretrained"]
-
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-            self._undo.close()
-            with host:
-                return stock.__get__(None, cls)(*args, **kwargs)
-
-        # No hook hears of a build that fails: packing ends with the load.
-        self._undo.callback(setattr, PreTrainedModel, "from_pretrained", stock)
-        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        host.before_build()  # until post_model_build, or the next run after a build that fails
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
         """Check that everything that should be packed is."""
@@ -209,16 +198,10 @@ def read_config(file: str) -> Any:
 
 
 def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
-    """Restore one entry, or take it out where there was none."""
     if name in before:
         values[name] = before[name]
     else:
         values.pop(name, None)
-
-
-def _config_only(cfg: Any) -> bool:
-    """True if axolotl leaves the adapters to the trainer."""
-    return _loss_of(cfg) in ("dpo", "ipo", "kto")
 
 
 def _loss_of(cfg: Any) -> str:
@@ -226,14 +209,15 @@ def _loss_of(cfg: Any) -> str:
     return str(cfg.get("rl") or "").rpartition(".")[2].lower()
 
 
+def _config_only(cfg: Any) -> bool:
+    """True if axolotl leaves the adapters to the trainer."""
+    return _loss_of(cfg) in ("dpo", "ipo", "kto")
+
+
 def _replace_merged(
     host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
 ) -> MergeReport:
-    """Merge again, and replace the weights that axolotl has written to `out`.
-
-    axolotl's merge only supports experts packed by axolotl: it drops others that are separate
-    tensors in the checkpoint, and quantizes only Linear layers as in training.
-    """
+    # axolotl's merge drops experts that are separate tensors in the checkpoint.
     target, base = Path(out), Path(str(cfg["base_model"])).expanduser()
     if not base.is_dir():
         from huggingface_hub import snapshot_download
@@ -245,9 +229,9 @@ def _replace_merged(
             report = host.merge(base, adapter, fresh)
         except MoeQloraError as error:
             raise type(error)(
-                f"{out} was written by axolotl, whose merge does not know of packed experts, and "
-                f"is not to be used; merging anew failed ({error}): run moe-qlora merge "
-                f"{cfg['base_model']} {adapter} OUT."
+                f"{out} was written by axolotl, which cannot merge packed experts, and is not to "
+                f"be used; merging anew failed ({error}): run moe-qlora merge {cfg['base_model']} "
+                f"{adapter} OUT."
             ) from error
         for pattern in _WEIGHTS:
             for old in target.glob(pattern):

@@ -11,24 +11,22 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ..checkpoint.folder import replace_file
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.verify import verify
-from ..detection.detect import detect
+from ..detection.routing import expert_counts
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
 from ..hf.switch import enabled
-from ..kernels.workspace import in_backward
-from ..layout import human_bytes, name_pattern, unwrapped_name
+from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
 from ..models import named
 from ..models.files import MAX_JSON, read_json
@@ -254,45 +252,6 @@ def _error(subject: _Subject, against: str | Path | None, remote: bool) -> _Sect
         curves |= {f"{pattern}, worst expert": dict(enumerate(worst))}
     axes = {"xlabel": "layer", "ylabel": "error relative to the norm"}
     return (f"Against {against}.",), rows, _curves("packing error by layer", curves, **axes)
-
-
-@contextmanager
-def expert_counts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Count assignments to experts in a block.
-
-    Yields counts `(E + 1,)` int64 by the names that experts modules have without adapters; the last
-    one is of ids that are no expert's. A recomputed forward is not counted again.
-    """
-    unwrap = getattr(model, "get_base_model", None)
-    base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
-    counts: dict[str, Tensor] = {}
-    hooks = []
-
-    def hook_of(name: str) -> Any:
-        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for value in () if in_backward() else (*args, *kwargs.values()):
-                # the ids: the `(T, k)` integers among an experts module's arguments
-                if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-                    count = counts[name] = counts[name].to(value.device)
-                    ids, last = value.reshape(-1).long(), len(count) - 1
-                    ids = torch.where((ids < 0) | (ids > last), last, ids)
-                    count.scatter_add_(0, ids, torch.ones_like(ids))
-                    return
-
-        return add
-
-    for entry in detect(base).modules:
-        if entry.router is not None:
-            module, name = base.get_submodule(entry.name), unwrapped_name(entry.name)
-            counts[name] = torch.zeros(entry.num_experts + 1, dtype=torch.int64)
-            hooks.append(module.register_forward_pre_hook(hook_of(name), with_kwargs=True))
-    if not counts:
-        raise ConfigError(f"{type(base).__name__} has no fused experts behind a router.")
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _routing(

@@ -97,14 +97,6 @@ def cuda(monkeypatch, events) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("kind", ["Qwen3NextModel", "DiffusionGemmaEncoderTextModel"])
-def test_rows_that_stay_apart_are_said(kind):
-    model = tiny_model("qwen3_next" if "Qwen" in kind else "diffusion_gemma")
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert f"\nRows: each in its own shape; {kind}: it" in str(prepared)
-    assert "flat rows" not in str(prepared)
-
-
 def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
     model = adapted()
     before = state(model)
@@ -156,18 +148,6 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
     assert cuda[2:] == ["fit removed", "graphs removed"] and state(model) == before
     prepared.remove()
     assert len(cuda) == 4
-
-
-def test_a_second_call_replaces_the_first(cuda):
-    model = adapted()
-    before = state(model)
-    first = moe_qlora.prepare_training(model, **SIZES)
-    second = moe_qlora.prepare_training(model, batch_size=1, seq_len=64)
-    assert cuda[2:4] == ["fit removed", "graphs removed"]
-    first.remove()
-    assert len(cuda) == 6
-    second.remove()
-    assert state(model) == before
 
 
 def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
@@ -239,19 +219,6 @@ def test_the_loss_of_trl_stays(first, cuda):
     assert base.forward == bound
     again.remove()
     assert base.forward == bound
-
-
-def test_memory_is_measured_with_trls_loss():
-    """Else the logits of all tokens would be planned, which its trainers never have."""
-    model = adapted()
-    calls: list[nn.Module] = []
-    model.get_base_model().lm_head.register_forward_hook(lambda head, *_: calls.append(head))
-    sizes = {**SIZES, "memory": "1GiB"}
-    moe_qlora.prepare_training(model, **sizes).remove()
-    before, calls[:] = len(calls), []
-    bind_trls_loss(model.get_base_model())
-    moe_qlora.prepare_training(model, **sizes).remove()
-    assert before and not calls
 
 
 def test_a_step_on_a_gpu_suggests_it(monkeypatch, caplog):

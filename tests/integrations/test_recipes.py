@@ -11,7 +11,6 @@ import json
 import os
 import re
 import runpy
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
-import trl
 from nbclient import NotebookClient
 from safetensors.torch import load_file
 
@@ -27,10 +25,7 @@ import moe_qlora
 from moe_qlora.packing import parametrize
 
 FOLDER = Path(__file__).parents[2] / "tools/recipes"
-PARALLEL = ("loop", "sft")  # which take a model's folder, and make their data up
-PLUGINS = {"llama_factory", "ms_swift"}  # programs that are not installed here
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
-MOST_LINES = {"chat": 160}  # others have 80
 STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
@@ -112,15 +107,6 @@ def factors(adapter, *, trained=True):
     return {key.split(".lora_")[0].rpartition(".")[2] for key in tensors}
 
 
-def test_every_recipe_is_short_and_run_here():
-    scripts = {file.stem: file for file in FOLDER.glob("*.py")}
-    assert set(scripts) - {"run_all", *PARALLEL, *PLUGINS} == set(run_all.RECIPES)
-    for name, file in scripts.items():
-        lines = file.read_text(encoding="utf-8").splitlines()
-        most = MOST_LINES.get(name, 80)
-        assert name == "run_all" or len(lines) <= most, f"{name}: {len(lines)} lines"
-
-
 LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"}
 SHARED = {"gate_proj", "up_proj", "down_proj"}  # of shared experts, and of the dense layer
 
@@ -189,44 +175,6 @@ def test_chat(folder, tmp_path, monkeypatch, evaluated, capsys):
     assert line.startswith("vllm serve ") and f"chat={tmp_path}/vllm" in line
     served = load_file(tmp_path / "vllm/adapter_model.safetensors")
     assert any(".experts.3.down_proj.lora_B" in key for key in served)
-
-
-class Stop(Exception):
-    """Ends a recipe where it begins to train."""
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """The trainers that recipes have made; each recipe ends, with `Stop`, when it would train."""
-    made = []
-
-    def stop(self, **_):
-        made.append(self)
-        raise Stop
-
-    monkeypatch.setattr(trl.SFTTrainer, "train", stop)
-    return made
-
-
-@pytest.mark.parametrize("marks", [True, False])
-def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, trainers):
-    model = shutil.copytree(model_of("qwen3_moe", folder), tmp_path / "model")
-    if not marks:
-        template = model / "chat_template.jinja"
-        template.write_text(re.sub("{% (end)?generation %}", "", template.read_text()))
-    turns = [("user", "one"), ("assistant", "a b"), ("user", "two"), ("assistant", "c d")]
-    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 11))
-    with pytest.raises(Stop):
-        run("chat", tmp_path, tmp_path / "out", monkeypatch, "--seq", "128", model=model)
-    (trainer,) = trainers
-    learned = set()
-    for row in trainer.train_dataset:
-        kept = [label for label in row["labels"] if label >= 0]
-        learned.add(trainer.processing_class.decode(kept))
-    assert learned == ({"a b<|end|>c d<|end|>"} if marks else {"a b<|end|>", "c d<|end|>"})
-    assert len(trainer.train_dataset) == (10 if marks else 20)
-    assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
 def notebook():

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from folders import bits
-from representatives import REPRESENTATIVES
 from safetensors import safe_open
 from transformers import BitsAndBytesConfig
 from upstream import skip_renamed
@@ -35,7 +34,6 @@ KINDS = (
     *("diffusion_gemma", "ernie4_5_vl_moe", "granitemoe", "step3p5", "qwen3_vl_moe_text"),
 )
 FAMILIES = {*registry_families()}
-OTHERS = sorted(FAMILIES & REPRESENTATIVES.keys() - {*KINDS})
 
 # Llama 4 keeps its rotary frequencies in complex numbers, which a cast of the model warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values")
@@ -107,10 +105,7 @@ def streamed(cls: Any, folder: Path, settings: dict[str, Any] | None = None) -> 
         return cls.from_pretrained(folder, **extra)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [*sorted(FAMILIES & {*KINDS}), *(pytest.param(x, marks=pytest.mark.nightly) for x in OTHERS)],
-)
+@pytest.mark.parametrize("family", sorted(FAMILIES & {*KINDS}))
 def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_path: Path) -> None:
     cls = type(on_disk(family, tmp_path / "plain"))
     check_keys(family, tmp_path / "plain")
@@ -124,8 +119,7 @@ def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_pa
     assert kinds[0] == kinds[1]  # what a save of the decoded model will undo
     model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
     assert_equal(streamed(cls, tmp_path / "saved"), model)
-    if family in KINDS:
-        check_packed_from_disk(cls, tmp_path, NF4, model)
+    check_packed_from_disk(cls, tmp_path, NF4, model)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES - {*KINDS}))

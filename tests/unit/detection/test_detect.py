@@ -235,19 +235,6 @@ def test_traps_are_left_alone(name):
         assert all(reason in r.reason for r in layout.rejected), layout.rejected
 
 
-def test_layers_in_one_parameter_say_what_to_do():
-    layout = moe_qlora.detect(TRAPS["layers in one"][0]())
-    reason = next(r.reason for r in layout.rejected if r.name == "enter")
-    assert f"if these are 3 layers of {E} experts, give each layer a parameter" in reason.lower()
-
-
-def test_an_open_orientation_says_so():
-    for expert in moe_qlora.detect(EXPERTS["not gated"][0]()).experts:
-        assert expert.orientation_evidence == "undecided: its shapes fit both ways round"
-    for rejected in moe_qlora.detect(TRAPS["three alike"][0]()).rejected:
-        assert "use_experts_implementation" in rejected.reason
-
-
 def test_tied_weights_are_one_entry_with_aliases():
     model = module(first=fused(r=router()), second=fused(r=router()))
     model.second.a, model.second.b = model.first.a, model.first.b
@@ -282,15 +269,6 @@ def test_linear_experts_are_reported_as_bitsandbytes_business():
     assert layout.linear_experts[0].linear_names == ("a", "b")
 
 
-def test_routers_are_reported():
-    layout = moe_qlora.detect(Wrap(EXPERTS["separate"][0]))
-    assert [(r.name, r.num_choices, r.plain_linear) for r in layout.routers] == [
-        ("layers.0.x.choose", E, True),
-        ("layers.1.x.choose", E, True),
-    ]
-    assert not moe_qlora.detect(EXPERTS["a bare router beside"][0]()).routers[0].plain_linear
-
-
 def test_a_layer_list_is_not_an_expert_list():
     """As many layers as some matrix has rows."""
     layers = [nn.Sequential(nn.Linear(H, I), nn.Linear(I, H)) for _ in range(4)]
@@ -305,13 +283,6 @@ def test_a_model_of_no_expert_has_none(model_type):
     layout = moe_qlora.detect(model)
     assert not layout.experts
     assert {param.reason.partition(" (")[0] for param in layout.rejected} == {"holds no value"}
-
-
-def test_integer_weights_are_rejected_with_their_dtype():
-    model = EXPERTS["fused"][0]()
-    model.a = nn.Parameter(torch.zeros(E, 2 * I, H, dtype=torch.uint8), requires_grad=False)
-    layout = moe_qlora.detect(model)
-    assert "uint8" in next(r.reason for r in layout.rejected if r.name == "a")
 
 
 @pytest.mark.parametrize("thing", [None, "model", nn.Linear])

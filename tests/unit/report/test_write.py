@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTok
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
-from moe_qlora.report import write
 from moe_qlora.report.write import expert_counts
 from moe_qlora.testing import tiny_model
 
@@ -155,21 +154,6 @@ def test_names_are_escaped_and_old_arguments_warn(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="batch, seq and progress are ignored"):
         page, _ = page_of(tmp_path / "<script>x", tmp_path, quantization_config=NF4, seq=64)
     assert "<script" not in page and "&lt;script&gt;x" in page
-
-
-def test_without_matplotlib_there_are_tables_alone(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write, "find_spec", lambda name: None)
-    page, _ = page_of(folders / "run", tmp_path)
-    assert not pictures(page) and "<td>loss</td>" in page and "pip install matplotlib" in page
-
-
-def test_rows_of_a_sample(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}]
-    rows = ({"prompt": "a", "completion": "b"}, {"messages": chat}, {"text": "a"})
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert list(write._texts(tmp_path / "a.jsonl")) == ["ab", chat, "a"]
 
 
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
