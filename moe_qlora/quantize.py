@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .detection.detect import detect
-from .errors import (
-    ConfigError,
-    DetectionError,
-    QuantizationError,
-    UnsupportedWeightError,
-)
+from .errors import ConfigError, DetectionError, QuantizationError, UnsupportedWeightError
 from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
@@ -33,12 +28,7 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
-from .packing.selection import (
-    ALREADY_QUANTIZED,
-    QUANTIZED,
-    SKIPPED,
-    select_weights,
-)
+from .packing.selection import ALREADY_QUANTIZED, QUANTIZED, SKIPPED, select_weights
 from .packing.settings import CodecSettings
 from .progress import Progress, reporting
 from .world import offload
@@ -124,9 +114,8 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class SlowModule:
-    """An experts module that the package's own experts forward does not serve.
+    """An experts module with a forward of its own, or packed by another tool.
 
-    Its class does not dispatch through transformers' experts interface, or another tool packed it.
     The layer's dequantized weights are alive while it runs, and until its backward has run.
     """
 
@@ -192,27 +181,16 @@ class QuantizationReport:
             worst = max(module.decoded_bytes for module in self.slow_modules)
             classes = ", ".join(sorted({module.class_name for module in self.slow_modules}))
             lines.append(
-                f"{len(self.slow_modules)} modules ({classes}) do not run through this "
-                f"package's experts forward and decode a whole layer at a time: up to "
-                f"{human_bytes(worst)} a layer, kept for backward without gradient checkpointing."
+                f"{len(self.slow_modules)} modules ({classes}) have a forward of their own and "
+                f"decode a whole layer, up to {human_bytes(worst)}, kept for backward without "
+                "gradient checkpointing."
             )
-        packed = [router.name for router in self.linear_routers if router.packed]
-        plain = [router.name for router in self.linear_routers if not router.packed]
-        if packed:
-            lines.append(
-                f"Routers that bitsandbytes has packed with the other Linear layers: "
-                f"{_patterns(packed)}; name them in llm_int8_skip_modules to keep them whole."
-            )
-        if plain:
-            lines.append(
-                f"Routers that are plain Linear layers: {_patterns(plain)}; bitsandbytes packs "
-                "them when it loads this model, unless llm_int8_skip_modules names them."
-            )
-        if self.linear_experts:
-            names = _patterns([experts.name for experts in self.linear_experts])
-            lines.append(
-                f"Experts that are Linear layers, which bitsandbytes packs itself: {names}."
-            )
+        for packed, verb in ((True, "has packed"), (False, "packs when it loads the model")):
+            if names := [one.name for one in self.linear_routers if one.packed == packed]:
+                cure = "unless llm_int8_skip_modules names them"
+                lines.append(f"Routers that bitsandbytes {verb}, {cure}: {_patterns(names)}.")
+        if names := [experts.name for experts in self.linear_experts]:
+            lines.append(f"Linear experts, which bitsandbytes packs itself: {_patterns(names)}.")
         return "\n".join(lines)
 
 

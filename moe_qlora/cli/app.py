@@ -50,7 +50,6 @@ class Panels(TyperCommand):
     """A command whose help groups its options where it has many; rich would draw boxes."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options under the panels of `options.PANELS`."""
         panels: dict[str, list[tuple[str, str]]] = {}
         many = len(self.params) > 10
         for param in self.get_params(ctx):

@@ -157,7 +157,6 @@ def train(
 
 
 def _steps(model: Any, device: torch.device, shape: tuple[int, int], steps: int) -> list[float]:
-    """Train on random ids, and return the seconds of each step after the warm-up."""
     import torch
 
     text = model.config.get_text_config()

@@ -173,7 +173,6 @@ def _size(one: Mapping[str, Any]) -> str:
 
 
 def _to_paste(found: Mapping[str, Any], yaml: bool) -> str:
-    """Return both lists as YAML by suffixes, or as keyword arguments of a `LoraConfig`."""
     others = [item["name"] for item in found["rejected"]]
     others += [name for one in found["experts"] if one["skipped"] for name in one["names"]]
     lines = ["# for experts packed by moe_qlora"]

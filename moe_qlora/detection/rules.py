@@ -94,7 +94,6 @@ def _why_ungrouped(leaf: Leaf, index: RouterIndex) -> str:
 
 
 def _problem(group: ExpertGroup, chain: Chain | None) -> str | None:
-    """Return why shapes do not suffice; a module of transformers' interface holds experts."""
     if chain is None:
         shapes = " and ".join(dict.fromkeys(leaf.shape_text for leaf in group.members))
         return (
@@ -178,7 +177,6 @@ def _orient_by_class(found: dict[Leaf, Classification]) -> None:
 
 
 def _find_shared(left: Sequence[Leaf], found: dict[Leaf, Classification]) -> None:
-    """Accept stacked experts that always run, beside routed ones of the same hidden size."""
     scopes: dict[Node, list[ExpertParam]] = defaultdict(list)
     for item in found.values():
         if item.expert is not None and item.router is not None:

@@ -101,22 +101,18 @@ class Chain:
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up are one matrix."""
         return GATE_UP in self.roles
 
     @property
     def gated(self) -> bool:
-        """Whether there is a gate, alone or in one matrix with up."""
         return self.fused or GATE in self.roles
 
     def sides(self, key: int) -> tuple[int, int]:
-        """Return the in and out features of a matrix."""
         if self.roles[key] == DOWN:
             return self.inner, self.hidden
         return self.hidden, self.inner * (2 if self.roles[key] == GATE_UP else 1)
 
     def describe(self) -> str:
-        """Return the chain in words, as in "64 -> 2 x 32 -> 64"."""
         middle = f"2 x {self.inner}" if self.gated else f"{self.inner}"
         return f"{self.hidden} -> {middle} -> {self.hidden}"
 
@@ -187,7 +183,6 @@ class ExpertGroup:
 
     @property
     def readings(self) -> list[Chain]:
-        """Every reading of one expert's slices."""
         return chains([slice_of(*item) for item in zip(self.members, self.counts, strict=True)])
 
 
@@ -260,7 +255,6 @@ def _runs(members: list[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _routers(members: list[Leaf], count: int, index: RouterIndex) -> list[RouterCandidate]:
-    """Return possible routers of a group, likeliest first."""
     sizes = {size for leaf in members for size in leaf.shape[1:]}
     largest = max(members, key=lambda leaf: leaf.shape[0])
     exact = [c for c in index.candidates(largest, count) if c.strong or count > 1]

@@ -46,7 +46,6 @@ class Leaf:
 
     @property
     def known_as(self) -> str:
-        """The name in messages: the module's for a Linear, the parameter's own otherwise."""
         return self.node.name if self.kind == "linear" else self.name
 
 
@@ -62,24 +61,20 @@ class Node:
     leaves: list[Leaf] = field(default_factory=list)
 
     def subtree(self) -> Iterator[Node]:
-        """Yield this node and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.subtree()
 
     def ancestors(self) -> Iterator[Node]:
-        """Yield this node and all above it, nearest first."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def contains(self, other: Node) -> bool:
-        """Return whether `other` is this node or stands below it."""
         return any(node is self for node in other.ancestors())
 
     def common_ancestor(self, other: Node) -> Node:
-        """Return the lowest node that contains this one and `other`."""
         return next(node for node in self.ancestors() if node.contains(other))
 
 

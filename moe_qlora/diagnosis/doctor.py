@@ -185,7 +185,6 @@ def card_named(text: str) -> tuple[Device, Card]:
 
 
 def _here() -> list[tuple[Device, Card]]:
-    """Return every GPU of this machine, or the CPU if it has none."""
     cpu, found = actual(torch.device("cpu")), []
     for index in range(torch.cuda.device_count()):
         its, card = torch.cuda.get_device_properties(index), actual(torch.device("cuda", index))

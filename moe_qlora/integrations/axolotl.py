@@ -73,16 +73,13 @@ class MoeQloraPlugin(BasePlugin):
         self._undo = ExitStack()
 
     def register(self, cfg: Any) -> None:
-        """Refuse settings that cannot work; `cfg` is the file as it was read."""
         self._leave()
         check(cfg)
 
     def on_config_validation_error(self, cfg: Any) -> None:
-        """Leave the run whose configuration was rejected."""
         self._leave()
 
     def get_input_args(self) -> str:
-        """Return where axolotl finds the class of the `moe_qlora:` block."""
         return f"{__name__}.{MoeQloraArgs.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
@@ -97,7 +94,6 @@ class MoeQloraPlugin(BasePlugin):
         host.before_build()  # until post_model_build, or the next run after a build that fails
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Check that everything that should be packed is."""
         if self.host is None or not is_named(cfg):
             return
         report = self.host.after_build(model)
@@ -133,7 +129,6 @@ class MoeQloraPlugin(BasePlugin):
             cfg["lora_dropout"] = 0.0
 
     def post_lora_load(self, cfg: Any, model: Any) -> None:
-        """Connect the adapters, and check that the LoRA that was asked for takes part."""
         self._written.close()
         # DPO, IPO and KTO have no adapter yet: see `post_trainer_create`.
         if self.host is None or not is_named(cfg) or not hasattr(model, "peft_config"):
@@ -167,7 +162,6 @@ class MoeQloraPlugin(BasePlugin):
             self._undo.callback(prepared.remove)
 
     def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
-        """Write the merged weights again, as the adapter was trained."""
         if not is_named(cfg):
             return
         settings = ExpertsSettings.read(cfg.get(BLOCK))
@@ -176,7 +170,6 @@ class MoeQloraPlugin(BasePlugin):
             LOG.info("moe_qlora has merged the adapter again: %s", report)
 
     def post_train_unload(self, cfg: Any) -> None:
-        """Switch everything off, however training ended."""
         self._leave()
 
     def _leave(self) -> None:
@@ -210,7 +203,6 @@ def _loss_of(cfg: Any) -> str:
 
 
 def _config_only(cfg: Any) -> bool:
-    """True if axolotl leaves the adapters to the trainer."""
     return _loss_of(cfg) in ("dpo", "ipo", "kto")
 
 

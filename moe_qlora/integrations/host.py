@@ -44,7 +44,6 @@ class ExpertsHost:
     """Packed experts for one run of a loader; as a context manager it closes itself."""
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
-        """Check a `moe_qlora:` block; a wrong one is a `ConfigError`."""
         self.settings = ExpertsSettings.read(settings)
         self._switch = ExitStack()
         self._adapted: PeftConfig | None = None
@@ -222,7 +221,6 @@ class ExpertsHost:
 
 
 def _layout_of(model: nn.Module) -> ModelLayout:
-    """Return `detect(model)`; raise if it has no fused expert weights."""
     from ..detection.detect import detect
 
     layout = detect(model)

@@ -50,13 +50,11 @@ class RoutingCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
     ) -> None:
-        """Begin to count."""
         self._hooks.close()
         self._counts = self._hooks.enter_context(expert_counts(model, args.device, training=True))
         self._seen = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the hooks."""
         self._hooks.close()
 
     def on_log(

@@ -180,7 +180,6 @@ class AdapterGeneration(VLLMGeneration):
         return AdapterLLM(**{**kwargs, **self._engine})
 
     def sync_weights(self) -> None:
-        """Load the current adapter into the engine, replacing the last one."""
         self._syncs += 1
         # A new name each time: vLLM's prefix cache goes by the adapter's name.
         name = f"moe-qlora-{self._run}-{self._syncs}"
@@ -222,7 +221,6 @@ class AdapterClient(VLLMClient):
         self._adapter: str | None = None
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is up."""
         end = time.monotonic() + total_timeout
         while True:
             try:
@@ -237,12 +235,10 @@ class AdapterClient(VLLMClient):
             time.sleep(retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration; TRL reads its mode of logprobs."""
         info: dict[str, Any] = self._get(f"{self.base_url}/server_info?config_format=json")
         return info["vllm_config"]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter into the server from a folder, use it, and unload the last one."""
         body = {"lora_name": name, "lora_path": folder}
         _answer(f"{self.base_url}/v1/load_lora_adapter", body)
         last, self._adapter, self.model = self._adapter, name, name
@@ -260,10 +256,6 @@ class AdapterClient(VLLMClient):
 
 
 def _answer(url: str, body: Any = None, timeout: float | None = None) -> str:
-    """Return a server's answer; `body` is posted as JSON, None gets.
-
-    `timeout` is the most seconds without a response; None waits for ever.
-    """
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     try:

@@ -137,7 +137,7 @@ def write_report(
     return tuple(missing)
 
 
-def _picture(words: str, draw: Callable[[Any], None]) -> list[_Picture]:
+def _picture(words: str, draw: Callable[[Any], object]) -> list[_Picture]:
     """Draw on matplotlib's axes; nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         return []
@@ -150,11 +150,11 @@ def _picture(words: str, draw: Callable[[Any], None]) -> list[_Picture]:
     return [(base64.b64encode(png.getvalue()).decode(), words)]
 
 
-def _curves(words: str, curves: dict[str, dict[int, float]], **labels: str) -> list[_Picture]:
+def _curves(words: str, curves: dict[str, dict[int, float]], x: str, y: str) -> list[_Picture]:
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
             axes.plot([*curve], [*curve.values()], marker=".", label=name)
-        axes.set(**labels)
+        axes.set(xlabel=x, ylabel=y)
         axes.legend(fontsize="small")
 
     return _picture(words, draw) if curves else []
@@ -173,8 +173,8 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return _Subject(folder.name or str(source), str(source))
-    saved = folder.glob("checkpoint-[0-9]*")
-    places = [folder, *sorted(saved, key=lambda path: (len(path.name), path.name), reverse=True)]
+    saved = sorted(folder.glob("checkpoint-[0-9]*"), key=lambda path: (len(path.name), path.name))
+    places = [folder, *reversed(saved)]
     log, adapter, weights = (
         next((place for place in places if (place / name).is_file()), None)
         for name in (_LOG, _ADAPTER, _MODEL)
@@ -182,8 +182,8 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
     model: Any = weights or base
     if adapter is not None:
         model = base or read_json(adapter / _ADAPTER).get("base_model_name_or_path")
-        beside = adapter / str(model)
-        model = beside if model and not Path(model).is_dir() and beside.is_dir() else model
+        if model and not Path(model).is_dir() and (adapter / str(model)).is_dir():
+            model = adapter / str(model)
     if model is None and log is None:
         has = f"it has no {_MODEL}, {_ADAPTER} or {_LOG}"
         raise CheckpointError(f"{folder} holds no checkpoint, adapter or Trainer's run: {has}.")
@@ -246,12 +246,11 @@ def _error(subject: _Subject, against: str | Path | None, remote: bool) -> _Sect
         groups.setdefault(name_pattern(error.name), []).append(error)
     rows, curves = [("weights", "mean error", "worst expert")], dict[str, dict[int, float]]()
     for pattern, errors in groups.items():
-        means, worst = [e.relative for e in errors], [max(e.experts) for e in errors]
-        rows.append((pattern, f"{sum(means) / len(means):.2%}", f"{max(worst):.2%}"))
-        curves |= {f"{pattern}, mean": dict(enumerate(means))}
-        curves |= {f"{pattern}, worst expert": dict(enumerate(worst))}
-    axes = {"xlabel": "layer", "ylabel": "error relative to the norm"}
-    return (f"Against {against}.",), rows, _curves("packing error by layer", curves, **axes)
+        means, worst = [e.relative for e in errors], max(max(e.experts) for e in errors)
+        rows.append((pattern, f"{sum(means) / len(means):.2%}", f"{worst:.2%}"))
+        curves[pattern] = dict(enumerate(means))
+    pictures = _curves("packing error by layer", curves, "layer", "error relative to the norm")
+    return (f"Against {against}.",), rows, pictures
 
 
 def _routing(
@@ -344,5 +343,5 @@ def _training(log: Path | None) -> _Section:
         first, *_, last = [*curve.values()] * 2
         rows.append((name, f"{first:.5g}", f"{last:.5g}"))
     speeds = {name: curve for name, curve in curves.items() if name not in losses}
-    pictures = _curves("loss by step", losses, xlabel="step", ylabel="loss")
-    return (), rows, pictures + _curves("speed by step", speeds, xlabel="step", ylabel="speed")
+    pictures = _curves("loss by step", losses, "step", "loss")
+    return (), rows, pictures + _curves("speed by step", speeds, "step", "speed")

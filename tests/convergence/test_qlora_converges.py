@@ -76,15 +76,9 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     scale = demo.Scale(
-        hidden=64,
-        layers=1,
-        experts=8,
-        batch=8,
-        length=64,
-        pretrain_steps=250,
-        steps=STEPS,
+        hidden=64, layers=1, experts=8, batch=8, length=64, pretrain_steps=250, steps=STEPS,
         characters=300_000,
-    )
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(demo.SEED)
     run = demo.Run()
@@ -98,12 +92,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 def lora_config(experts: bool) -> LoraConfig:
     return LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules=ATTENTION,
-        target_parameters=EXPERTS if experts else None,
-        task_type="CAUSAL_LM",
-    )
+        r=8, lora_alpha=16, target_modules=ATTENTION,
+        target_parameters=EXPERTS if experts else None, task_type="CAUSAL_LM",
+    )  # fmt: skip
 
 
 def test_packed_experts_train_like_full_ones(trained: Trained) -> None:

@@ -23,21 +23,11 @@ def model_folder(tmp_path_factory):
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
     ).save_pretrained(folder)
     config = Qwen3MoeConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.1,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128,
+        moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        initializer_range=0.1, eos_token_id=0, pad_token_id=1, bos_token_id=None,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(folder)

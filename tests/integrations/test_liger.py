@@ -29,12 +29,9 @@ from liger_kernel.transformers import monkey_patch, swiglu
 
 REPLACED = ("mixtral", "qwen3_moe", "hunyuan_v1_moe", "deepseek_v3")  # Liger has their experts
 CPU = {
-    "rope": False,
-    "rms_norm": False,
-    "layer_norm": False,
-    "cross_entropy": False,
+    "rope": False, "rms_norm": False, "layer_norm": False, "cross_entropy": False,
     "fused_linear_cross_entropy": False,
-}
+}  # fmt: skip
 WAYS = ("class", "instance", "packed", "adapted")
 """When Liger is applied: before the model is built, before packing, before PEFT, after it."""
 

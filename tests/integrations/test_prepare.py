@@ -6,21 +6,20 @@ Without a GPU, tests take the model for one on CUDA; graphs then record nothing,
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig
 from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost
 from moe_qlora.integrations.host import loss_of
-from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
+from moe_qlora.testing import requires_gpu, tiny_inputs
 from moe_qlora.train import fit as speed_fit
 from moe_qlora.train import graphs as speed_graphs
 from moe_qlora.train import prepare
@@ -172,28 +171,6 @@ def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
     assert state(model) == before
 
 
-def test_lora_is_joined_where_there_is_something_to_join(cuda, monkeypatch):
-    model = adapted()
-    inner = model.get_base_model()
-    one = LoraConfig(r=3, target_modules=["q_proj", "o_proj"])
-    alone = moe_qlora.get_peft_model(tiny_model("qwen3_moe"), one, unpacked_ok=True)
-    before = state(alone)
-    with moe_qlora.prepare_training(alone, **SIZES) as prepared:
-        assert "LoRA" not in str(prepared)
-        assert "forward" not in vars(layers_of(alone)[0].self_attn.q_proj)
-    assert state(alone) == before
-
-    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("give pixels.\nand more")
-
-    monkeypatch.setattr(type(inner.model), "forward", fails)
-    before = state(model)
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert "LoRA: each layer by itself; ValueError: give pixels." in str(prepared)
-        assert "forward" not in vars(layers_of(model)[0].self_attn.q_proj)
-    assert state(model) == before
-
-
 def bind_trls_loss(base: nn.Module) -> None:
     sft = pytest.importorskip("trl.trainer.sft_trainer")
     of_1_14 = getattr(sft, "_patch_chunked_ce_lm_head", None)
@@ -219,20 +196,6 @@ def test_the_loss_of_trl_stays(first, cuda):
     assert base.forward == bound
     again.remove()
     assert base.forward == bound
-
-
-def test_a_step_on_a_gpu_suggests_it(monkeypatch, caplog):
-    """The first step in training does; not where it was called, nor on a CPU."""
-    models = [adapted() for _ in range(3)]
-    inputs = tiny_inputs(models[0].get_base_model())
-    moe_qlora.prepare_training(models[0], **SIZES)
-    models[1](**inputs)
-    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
-    for model in (models[0], models[2], models[2]):
-        with suppress(Exception):  # There is no GPU
-            model(**inputs)
-    said = [record.message for record in caplog.records if "are packed" in record.message]
-    assert [("prepare_training(" in text) for text in said] == [False, False, True]
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(None, None), (True, None), ("40GiB", "40GiB")])

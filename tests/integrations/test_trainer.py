@@ -72,18 +72,10 @@ def adapted_model(folder, way="ours", prepare=()):
 
 def trainer(model, out, **options):
     keywords = {
-        "output_dir": str(out),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
+        "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 4,
+        "learning_rate": 5e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **options,
+    }  # fmt: skip
     return Trainer(
         model=model,
         args=TrainingArguments(**keywords),

@@ -36,18 +36,10 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
     """One of TRL's trainers, given what `way` says; everything else is as a user would have it."""
     lora = lora_config() if lora is None else lora
     keywords = {
-        "output_dir": str(out),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
+        "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "learning_rate": 5e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **options,
+    }  # fmt: skip
     more = {}
     if kind == "grpo":
         keywords |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}

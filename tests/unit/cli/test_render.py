@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 
 import pytest
 from rich.console import Console
@@ -37,13 +36,3 @@ def test_a_table_fits_and_nothing_is_cut_off(width):
     assert [column.replace(" ", "") for column in columns] == wanted
     assert lines[-2][: shape - 2].endswith("1,024")  # numbers to the right
     assert len(first) == 1 if width == 200 else len(first) > 1
-
-
-@pytest.mark.parametrize("columns", ["60", "200", None])
-def test_columns_are_honoured_in_pipes(monkeypatch, columns):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    if columns is None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-    else:
-        monkeypatch.setenv("COLUMNS", columns)
-    assert render.console("auto").width == int(columns or 160)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from small_models import IDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
@@ -106,29 +105,6 @@ def test_counts_are_those_of_the_routers(folders: Path, tmp_path: Path) -> None:
     for layer, count in enumerate(seen):
         found = counts[f"model.layers.{layer}.mlp.experts"].tolist()
         assert found == [*(count[expert] for expert in range(EXPERTS)), 0]
-
-
-def test_recomputation_and_adapters_count_each_token_once() -> None:
-    model: Any = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match="Embedding has no fused experts behind a router"):
-        expert_counts(model.model.embed_tokens).__enter__()
-    moe_qlora.quantize_experts(model, NF4)
-    peft_model = moe_qlora.get_peft_model(model, LoraConfig(r=2), experts=True).train()
-    peft_model.enable_input_require_grads()
-    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-    experts = model.get_submodule(moe_qlora.detect(model).modules[0].name)
-    with expert_counts(peft_model) as counts:
-        for _ in range(2):
-            peft_model(input_ids=IDS).logits.sum().backward()
-        found = [(name, int(count.sum())) for name, count in counts.items()]
-        (hook,) = experts._forward_pre_hooks.values()
-        ids = torch.tensor([[0, 3], [3, 4], [-1, 1]])  # two of them of no expert
-        before = counts[found[0][0]].clone()
-        hook(experts, (torch.randn(3, 64), ids, torch.rand(3, 2)), {})
-        assert (counts[found[0][0]] - before).tolist() == [1, 1, 0, 2, 2]
-    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    assert found == [(name, 2 * 2 * IDS.numel()) for name in names]
-    assert not experts._forward_pre_hooks
 
 
 def test_what_cannot_be_had_is_a_sentence(folders: Path, tmp_path: Path) -> None:
