@@ -199,8 +199,6 @@ def _from_name(name: str, trust_remote_code: bool) -> Source:
 
 
 def _near(name: str) -> str:
-    if starts := registry.near_checkpoints(name):
-        return f" (did you mean {' or '.join(starts)}?)"
     full = [known.name for known in registry.checkpoints()]
     shorts = [each.partition("/")[2].lower() for each in full]
     return did_you_mean(name, [*registry.model_types(), *(full if "/" in name else shorts)])
