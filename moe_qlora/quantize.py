@@ -44,8 +44,7 @@ def quantize_experts(
     """Pack every expert weight of a built model, in place.
 
     Weights keep their names: `module.gate_up_proj` gives the dequantized tensor in its original
-    dtype. Calling it again changes nothing. Within `enabled(offload=True)` each packed weight goes
-    to host memory, as by `offload_experts(model)`.
+    dtype. A second call changes nothing. Within `enabled(offload=True)` weights go to host memory.
 
     Args:
         model: On the CPU, on a device, or spread over devices; each weight is packed on its device.
@@ -126,20 +125,12 @@ class SlowModule:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The outcome of one `quantize_experts` call.
+    """The outcome of one `quantize_experts` call."""
 
-    Attributes:
-        rows: One for each distinct expert parameter, in the model's order.
-        slow_modules: Modules with packed weights that dequantize a whole layer at a time.
-        linear_routers: Routers that are plain Linear layers, which bitsandbytes packs with all
-            others when it loads a model, unless `llm_int8_skip_modules` names them.
-        linear_experts: Experts that are lists of Linear layers, which bitsandbytes packs itself.
-    """
-
-    rows: tuple[ReportRow, ...] = ()
-    slow_modules: tuple[SlowModule, ...] = ()
-    linear_routers: tuple[Router, ...] = ()
-    linear_experts: tuple[LinearExperts, ...] = ()
+    rows: tuple[ReportRow, ...] = ()  # One for each distinct expert parameter, in model order
+    slow_modules: tuple[SlowModule, ...] = ()  # They dequantize a whole layer at a time
+    linear_routers: tuple[Router, ...] = ()  # Plain Linear layers, which bitsandbytes packs
+    linear_experts: tuple[LinearExperts, ...] = ()  # Lists of Linear layers: bitsandbytes' too
 
     @property
     def quantized(self) -> tuple[ReportRow, ...]:

@@ -73,38 +73,19 @@ def data(model_folder, tmp_path_factory) -> Path:
 def config(model_folder, data, tmp_path) -> dict[str, Any]:
     """A plain QLoRA file, without the plugin."""
     return {
-        "base_model": str(model_folder),
-        "adapter": "qlora",
-        "load_in_4bit": True,
+        "base_model": str(model_folder), "adapter": "qlora", "load_in_4bit": True,
         "datasets": [{"path": str(data), "ds_type": "json", "type": None}],
-        "skip_prepare_dataset": True,
-        "dataset_prepared_path": str(tmp_path / "prepared"),
-        "output_dir": str(tmp_path / "out"),
-        "sequence_len": 64,
-        "micro_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_steps": STEPS,
-        "num_epochs": 1,
-        "learning_rate": 0.01,
-        "optimizer": "adamw_torch",
-        "lr_scheduler": "constant",
-        "lora_r": 4,
-        "lora_alpha": 8,
-        "lora_target_modules": ["q_proj", "v_proj"],
-        "seed": 7,
-        "bf16": False,
-        "fp16": False,
-        "float32": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
+        "skip_prepare_dataset": True, "dataset_prepared_path": str(tmp_path / "prepared"),
+        "output_dir": str(tmp_path / "out"), "sequence_len": 64, "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1, "max_steps": STEPS, "num_epochs": 1,
+        "learning_rate": 0.01, "optimizer": "adamw_torch", "lr_scheduler": "constant",
+        "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"], "seed": 7,
+        "bf16": False, "fp16": False, "float32": True, "logging_steps": 1, "save_strategy": "no",
         # these are for GPUs
-        "lora_mlp_kernel": False,
-        "lora_qkv_kernel": False,
-        "lora_o_kernel": False,
-        "attn_implementation": "eager",
-        "gradient_checkpointing": True,
+        "lora_mlp_kernel": False, "lora_qkv_kernel": False, "lora_o_kernel": False,
+        "attn_implementation": "eager", "gradient_checkpointing": True,
         "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False},
-    }
+    }  # fmt: skip
 
 
 def ours(config: dict[str, Any], **settings: Any) -> dict[str, Any]:

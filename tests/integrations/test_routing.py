@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback
 
 import moe_qlora
+from moe_qlora.detection.routing import _count, expert_counts
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations.routing import RoutingCallback
 from moe_qlora.testing import tiny_model
@@ -106,3 +107,17 @@ def test_layers_without_hooks_and_models_without_experts_are_refused(tmp_path, m
     dense = tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
     with pytest.raises(ConfigError, match="has no fused experts behind a router"):
         trainer_of(dense, tmp_path, Board()).train()
+
+
+def test_recomputed_forwards_count_once_and_ids_of_no_expert_apart():
+    model: Any = training.adapted(training.packed("qwen3_moe"))
+    model.train().enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, top_k = torch.arange(24).view(2, 12), model.config.num_experts_per_tok
+    with expert_counts(model, training=True) as counts:
+        model(input_ids=ids).logits.sum().backward()
+        model.eval()(input_ids=ids)
+        assert {int(count.sum()) for count in counts.values()} == {ids.numel() * top_k}
+        count = next(iter(counts.values())).zero_()
+        _count(count, torch.tensor([[0, 3], [3, len(count) - 1], [-1, 1]]))
+        assert count.tolist() == [1, 1, 0, 2, 2]

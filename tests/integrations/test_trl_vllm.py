@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations.trl import AdapterGeneration, adapters_to_vllm
+from tests.helpers.training import loaded
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
@@ -42,8 +44,7 @@ KINDS = {
 class AdapterServer:
     """Samples with `generate` from a plain model and the adapter that a request names.
 
-    `refusals` maps addresses to (status, text), answered instead. `deaf` samples from the base, as
-    servers do that drop an adapter in silence.
+    `refusals` maps addresses to (status, text), answered instead.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,7 +52,6 @@ class AdapterServer:
         self.adapters: dict[str, Any] = {}
         self.loaded: list[tuple[str, list[str]]] = []  # names, and the keys in each file
         self.refusals: dict[str, tuple[int, str]] = {}
-        self.deaf = False
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """Return what a server returns to one request."""
@@ -76,7 +76,7 @@ class AdapterServer:
         self.adapters[name] = adapted.float().eval()
 
     def _sample(self, ids: list[int], body: dict[str, Any]) -> list[dict[str, Any]]:
-        model = self.model if self.deaf or body["model"] == "base" else self.adapters[body["model"]]
+        model = self.model if body["model"] == "base" else self.adapters[body["model"]]
         output = model.generate(
             input_ids=torch.tensor([ids] * body["n"]), do_sample=True,
             max_new_tokens=body["max_tokens"], output_logits=True, return_dict_in_generate=True,
@@ -134,19 +134,13 @@ def running(server: AdapterServer):
 
 
 @pytest.fixture(scope="module")
-def packed(model_folder, stored):
-    def load():
-        with moe_qlora.enabled():
-            return AutoModelForCausalLM.from_pretrained(
-                model_folder, quantization_config=stored, dtype=torch.float32
-            )
-
-    return load
+def packed(model_folder):
+    return partial(loaded, model_folder)
 
 
 @pytest.fixture
-def server(model_folder, packed, plain_twin):
-    return AdapterServer(plain_twin(model_folder, packed()))
+def server(packed):
+    return AdapterServer(packed().dequantize())
 
 
 def letters(completions, **kwargs):
@@ -167,21 +161,12 @@ def make(model_folder, packed, tmp_path):
         else:
             model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         args = config(
-            output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=8,
-            learning_rate=1e-2,
-            **{"use_vllm": True, "vllm_mode": "server", **options},
-            vllm_server_base_url=url,
-            vllm_server_timeout=0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=8, num_generations=4,
+            max_completion_length=8, learning_rate=1e-2, vllm_server_base_url=url,
+            **{"use_vllm": True, "vllm_mode": "server", **options}, vllm_server_timeout=0,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
             disable_tqdm=True,
-        )
+        )  # fmt: skip
         prompts = datasets.Dataset.from_list([{"prompt": f"say {at}"} for at in range(40)])
         made = trainer(
             model=model, args=args, reward_funcs=letters, train_dataset=prompts,

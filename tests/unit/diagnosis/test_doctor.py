@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 import moe_qlora
 from moe_qlora.diagnosis import doctor
 from moe_qlora.diagnosis.doctor import Device, LayerKind, Package
-from moe_qlora.experts.backend import choose_backend, kernels_run, read_call
+from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.testing import tiny_model
 
@@ -198,24 +198,3 @@ def test_the_command(cli, tmp_path, monkeypatch):
     assert (code, err) == (1, "")
     assert "problem: Triton, of the fused kernels, is not" in " ".join(out.split())
     assert cli("doctor", tmp_path / "gone")[0] == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "rank"),
-    [("fused", 16), ("fused", 256), ("float32", 16), ("odd sizes", 16), ("transposed", 16)],
-)
-@pytest.mark.filterwarnings("ignore:.*is computed in float32")
-def test_a_gpu_computes_as_it_says(case, rank):
-    model_type, asked, sizes = CASES[case]
-    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
-    report = moe_qlora.doctor(model.config, asked, rank=rank)
-    assert report.device.name == torch.cuda.get_device_name(0)
-    assert report.device.nbytes == torch.cuda.get_device_properties(0).total_memory
-    fast = kernels_run(torch.device("cuda", 0))
-    assert ("quantized matmul" in report.device.few_tokens) == fast
-    moe_qlora.quantize_experts(model.cuda(), asked)
-    lora = LoraConfig(r=rank, target_modules=["q_proj"])
-    adapted: Any = moe_qlora.get_peft_model(model, lora, experts=True)
-    seen = backends_of(adapted.get_base_model(), "cuda")
-    assert {(layer.backend, layer.reason) for layer in report.layers} == seen

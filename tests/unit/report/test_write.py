@@ -124,14 +124,6 @@ def test_what_cannot_be_had_is_a_sentence(folders: Path, tmp_path: Path) -> None
     assert "rows.jsonl is no sample of texts" in page and "Routing" in missing
 
 
-def test_names_are_escaped_and_old_arguments_warn(tmp_path: Path) -> None:
-    config = tiny_model("qwen3_moe", device="meta").config
-    config.save_pretrained(tmp_path / "<script>x")
-    with pytest.warns(DeprecationWarning, match="batch, seq and progress are ignored"):
-        page, _ = page_of(tmp_path / "<script>x", tmp_path, quantization_config=NF4, seq=64)
-    assert "<script" not in page and "&lt;script&gt;x" in page
-
-
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     code, said, err = cli("report", folders / "plain", "-o", "~/a.html", "--quant", "int8")
@@ -145,3 +137,10 @@ def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) 
         code, said, err = cli("report", *arguments)
         assert (code, said) == (2, "") and message in err and err.count("\n") == 1
     assert not (tmp_path / "b.html").exists()
+
+
+def test_names_are_escaped_and_old_arguments_warn(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", device="meta").config.save_pretrained(tmp_path / "<script>x")
+    with pytest.warns(DeprecationWarning, match="batch, seq and progress are ignored"):
+        page, _ = page_of(tmp_path / "<script>x", tmp_path, quantization_config=NF4, seq=64)
+    assert "<script" not in page and "&lt;script&gt;x" in page
