@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,18 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+import transformers
+import trl
 from nbclient import NotebookClient
+from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
 
 FOLDER = Path(__file__).parents[2] / "tools/recipes"
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
@@ -32,6 +40,7 @@ spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = run_all  # dataclasses look there
 spec.loader.exec_module(run_all)
+from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
 
 pytestmark = [
     pytest.mark.usefixtures("trainable_linears", "quiet_loading", "switched_off"),
@@ -104,29 +113,108 @@ def factors(adapter, *, trained=True):
     for key, value in tensors.items():
         if "lora_B" in key and trained:
             assert bool(value.any()), f"{key} was not trained"
-    return {key.split(".lora_")[0].rpartition(".")[2] for key in tensors}
-
-
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"}
-SHARED = {"gate_proj", "up_proj", "down_proj"}  # of shared experts, and of the dense layer
+    return {re.split(r"\.(?:lora_|token_adapter)", key)[0].rpartition(".")[2] for key in tensors}
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "layers"),
     [
-        *((name, "nf4", ALL) for name in ("qwen3_24gb", "mixtral", "glm_air_80gb", "offload")),
+        *((name, "nf4", ALL) for name in ("qwen3_24gb", "offload")),
+        ("continued", "nf4", ALL | {"embed_tokens", "lm_head"}),
         ("gpt_oss", "mxfp4", {"experts", "base_layer", "q_proj"}),  # The checkpoint's own codes
-        ("deepseek", "nf4", LATENT | SHARED),
     ],
 )
 def test_attention_and_experts(name, kind, layers, folder, tmp_path, monkeypatch, evaluated):
     model = run(name, folder, tmp_path, monkeypatch)["model"]
     packed = [parametrize.read_packed(*found[1:]) for found in parametrize.iter_packed(model)]
-    assert len(packed) == (2 if name == "glm_air_80gb" else 4)  # A dense layer first
+    assert len(packed) == 4
     assert {weight.kind for weight in packed} == {kind}
     found = factors(tmp_path)
     assert found == ALL if layers is ALL else layers <= found
-    assert evaluated() == 3  # before, at half of two steps, and after
+    assert evaluated() == (2 if name == "continued" else 3)  # before, and after each step
+
+
+def test_text_of_gemma_4(folder, tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    sizes = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
+    tiny_model("gemma4_text", **sizes).save_pretrained(model)
+    write_tokenizer(model)
+    run("qwen3_24gb", folder, tmp_path, monkeypatch, model=model)
+    assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
+
+
+class PictureProcessor:
+    """Qwen3-VL's processor as far as pictures go: its videos need torchvision."""
+
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        sizes = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+        self.pictures = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=sizes)
+
+    def apply_chat_template(self, chat, **_):
+        text, seen = "", []
+        for message in chat:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    seen.append(self.pictures([part["image"]], return_tensors="pt"))
+                    text += "<|image|>" * (int(seen[-1]["image_grid_thw"][0].prod()) // 4)
+                else:
+                    text += part["text"]
+            text += "<|end|>"
+        ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        image = self.tokenizer.convert_tokens_to_ids("<|image|>")
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image).long()}
+        keys = ("pixel_values", "image_grid_thw")
+        return inputs | {key: torch.cat([one[key] for one in seen]) for key in keys}
+
+    def save_pretrained(self, folder):
+        self.tokenizer.save_pretrained(folder)
+
+    def decode(self, ids, **_):
+        return self.tokenizer.decode(ids)
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """The folder of a tiny Qwen3-VL-MoE, and a file of questions about pictures."""
+    model = tmp_path / "model"
+    tokenizer = write_tokenizer(model)
+    tokenizer.add_tokens("<|image|>")
+    tokenizer.save_pretrained(model)
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    vision, text = {"deepstack_visual_indexes": [0]}, {"vocab_size": 300}
+    ids = {"image_token_id": image, "vision_start_token_id": 298, "video_token_id": 299}
+    tiny_model("qwen3_vl_moe", text_config=text, vision_config=vision, **ids).save_pretrained(model)
+    rows = [{"image": f"{i}.png", "question": "How red?", "answer": f" {i}"} for i in range(12)]
+    for i, row in enumerate(rows):
+        Image.new("RGB", (48, 48), (20 * i, 0, 0)).save(tmp_path / row["image"])
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", PictureProcessor)
+    return str(model), str(data)
+
+
+@pytest.mark.parametrize("form", ["script", "notebook"])
+def test_vision(form, pictures, tmp_path, monkeypatch, evaluated):
+    (folder, data), out = pictures, tmp_path / "out"
+    if form == "script":
+        arguments = [data, str(out), "--model", folder, "--seq", "64", "--steps", str(STEPS)]
+        monkeypatch.setattr(sys, "argv", ["vision", *arguments])
+        found = runpy.run_path(str(FOLDER / "vision.py"))
+        assert evaluated() == 3
+    else:
+        cells = [c.source for c in notebook("vision").cells if c.cell_type == "code"]
+        settings = {"MODEL": folder, "DATA": data, "OUT": str(out), "STEPS": STEPS}
+        cells[0] = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+        exec("\n".join(cells), found := {})  # noqa: S102 - the notebook's own code
+    assert factors(out) == ALL
+    model = found["model"]
+    assert len(list(parametrize.iter_packed(model))) == 4
+    tower = [m for n, m in model.named_modules() if ".visual." in n and isinstance(m, nn.Linear)]
+    assert tower and {type(layer) for layer in tower} == {nn.Linear}
+    row = json.loads(Path(data).read_text().splitlines()[-1])
+    labels = found["collate"]([row])["labels"][0]
+    assert found["processor"].tokenizer.decode(labels[labels >= 0]) == " 11<|end|>"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -177,8 +265,46 @@ def test_chat(folder, tmp_path, monkeypatch, evaluated, capsys):
     assert any(".experts.3.down_proj.lora_B" in key for key in served)
 
 
-def notebook():
-    return nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
+class Stop(Exception):
+    """Ends a recipe where it begins to train."""
+
+
+@pytest.fixture
+def trainers(monkeypatch):
+    """The trainers that recipes have made; each recipe ends, with `Stop`, when it would train."""
+    made = []
+
+    def stop(self, **_):
+        made.append(self)
+        raise Stop
+
+    monkeypatch.setattr(trl.SFTTrainer, "train", stop)
+    return made
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, trainers):
+    model = shutil.copytree(model_of("qwen3_moe", folder), tmp_path / "model")
+    if not marks:
+        template = model / "chat_template.jinja"
+        template.write_text(re.sub("{% (end)?generation %}", "", template.read_text()))
+    turns = [("user", "one"), ("assistant", "a b"), ("user", "two"), ("assistant", "c d")]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 11))
+    with pytest.raises(Stop):
+        run("chat", tmp_path, tmp_path / "out", monkeypatch, "--seq", "128", model=model)
+    (trainer,) = trainers
+    learned = set()
+    for row in trainer.train_dataset:
+        kept = [label for label in row["labels"] if label >= 0]
+        learned.add(trainer.processing_class.decode(kept))
+    assert learned == ({"a b<|end|>c d<|end|>"} if marks else {"a b<|end|>", "c d<|end|>"})
+    assert len(trainer.train_dataset) == (10 if marks else 20)
+    assert len(trainer.eval_dataset) == (1 if marks else 2)
+
+
+def notebook(name="quickstart"):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
 def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
