@@ -27,7 +27,7 @@ from ..errors import ConfigError
 _TRACKERS = tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())
 
 
-class RoutingCallback(TrainerCallback):  # type: ignore[misc]
+class RoutingCallback(TrainerCallback):
     """Logs how many tokens each expert got while a transformers or TRL trainer trains.
 
     Hooks on the experts count on the device, in training mode, padding included, and are there from

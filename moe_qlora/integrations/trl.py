@@ -73,11 +73,12 @@ def adapters_to_vllm(
         AdapterError: vLLM cannot serve this adapter.
         CheckpointError: The base is missing, damaged or of another kind.
     """
-    options = {"base": base, "folder": folder, "any_base": any_base, "engine": engine_options}
+    own: Any = {"base": base, "folder": folder, "any_base": any_base, "engine": engine_options}
     with ExitStack() as undo:
-        for module in map(importlib.import_module, _TRAINERS):
+        for name in _TRAINERS:
+            module: Any = importlib.import_module(name)
             undo.callback(setattr, module, "VLLMGeneration", module.VLLMGeneration)
-            module.VLLMGeneration = partial(AdapterGeneration, **options)  # type: ignore[attr-defined]
+            module.VLLMGeneration = partial(AdapterGeneration, **own)
         yield
 
 
@@ -103,7 +104,7 @@ class AdapterGeneration(VLLMGeneration):
         self._any_base, self._engine = any_base, engine
         self._run, self._syncs = uuid.uuid4().hex[:8], 0
         super().__init__(model=model, **kwargs)
-        made: list[str | None] = [None]
+        made: list[Any] = [None]
         if self.accelerator.is_main_process:
             # One folder for all processes; a server, which may run elsewhere, gets its path.
             place = None if folder is None else absolute(folder)
@@ -112,7 +113,7 @@ class AdapterGeneration(VLLMGeneration):
             made[0] = tempfile.mkdtemp(prefix="adapters-", dir=place)
             weakref.finalize(self, shutil.rmtree, made[0], ignore_errors=True)
         broadcast_object_list(made, from_process=0)
-        self._folder = Path(str(made[0]))
+        self._folder = Path(made[0])
 
     def _init_vllm(self) -> None:
         if self.enable_sleep_mode:
