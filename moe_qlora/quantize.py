@@ -87,17 +87,13 @@ def quantize_experts(
     served = finish_packing(model, layout, config, settings) if packed else set()
     if packed and asked().offload:
         offload(model)
-    slow = tuple(
-        SlowModule(
-            module.name,
-            module.class_name,
-            sum(p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters),
-        )
-        for module in layout.modules
-        if module.name in packed - served
-    )
+    slow = []
+    for module in layout.modules:
+        if module.name in packed - served:
+            sizes = (p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters)
+            slow.append(SlowModule(module.name, module.class_name, sum(sizes)))
     routers = tuple(router for router in layout.routers if router.plain_linear or router.packed)
-    return QuantizationReport(rows, slow, routers, layout.linear_experts)
+    return QuantizationReport(rows, tuple(slow), routers, layout.linear_experts)
 
 
 @dataclass(frozen=True)
@@ -203,14 +199,11 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
         names = listed([experts.name for experts in layout.linear_experts])
         raise DetectionError(
             f"The model's experts are lists of Linear layers ({names}), which bitsandbytes packs "
-            "itself: load the model with the BitsAndBytesConfig instead of calling this, and name "
-            "them in target_modules for LoRA."
+            "as it loads the model with the config; for LoRA name them in target_modules."
         )
     seen = listed([f"{item.name}: {item.reason}" for item in layout.rejected], separator="; ")
-    looked = f" What looked like one: {seen}." if seen else ""
-    raise DetectionError(
-        "The model holds no expert weights; pass missing_ok=True where that is expected." + looked
-    )
+    said = "The model holds no expert weights; pass missing_ok=True where that is expected."
+    raise DetectionError(f"{said} What looked like one: {seen}." if seen else said)
 
 
 def _check_config(model: nn.Module, settings: CodecSettings) -> None:

@@ -145,9 +145,7 @@ def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def fill_randomly(
-    model: nn.Module,
-    device: torch.device,
-    each: Callable[[str, nn.Module], None] | None = None,
+    model: nn.Module, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
 ) -> nn.Module:
     """Give a model on meta its own random initialization on a device, in place, and return it.
 

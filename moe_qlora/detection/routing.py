@@ -36,8 +36,7 @@ def expert_counts(
     """Count assignments to experts in a block.
 
     Yields counts `(E + 1,)` int64 by the names that experts modules have without adapters; the last
-    one is of ids that are no expert's. They begin on `device`, and move to the ids' own. `training`
-    counts forwards in training mode alone.
+    one is of ids of no expert. They move to the ids' device. `training` leaves evaluation out.
     """
     unwrap = getattr(model, "get_base_model", None)
     base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model

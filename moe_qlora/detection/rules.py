@@ -125,12 +125,7 @@ def _problem(group: ExpertGroup, chain: Chain | None) -> str | None:
 
 
 def _accepted(
-    leaf: Leaf,
-    key: int,
-    count: int,
-    chain: Chain,
-    evidence: str,
-    router: RouterCandidate | None,
+    leaf: Leaf, key: int, count: int, chain: Chain, evidence: str, router: RouterCandidate | None
 ) -> Classification:
     transposed = chain.transposed[key]
     inside, outside = (None, None) if transposed is None else chain.sides(key)

@@ -47,17 +47,14 @@ class MoeQloraArgs(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        if is_named(data):
-            check(data)
-            return data
-        return {key: value for key, value in data.items() if key != BLOCK}
+    def _other_runs(cls, data: Any) -> Any:
+        # axolotl calls every plugin that it has loaded in the process
+        if isinstance(data, Mapping) and not is_named(data):
+            return {key: value for key, value in data.items() if key != BLOCK}
+        return data
 
     @model_validator(mode="after")
     def _stay_away(self) -> Self:
-        # axolotl calls every plugin that it has loaded in the process
         if not is_named({"plugins": getattr(self, "plugins", None)}):
             self.lora_exclude_modules = None
         return self

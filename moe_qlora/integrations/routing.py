@@ -30,12 +30,11 @@ _TRACKERS = tuple(integration_utils.INTEGRATION_TO_CALLBACK.values())
 class RoutingCallback(TrainerCallback):
     """Logs how many tokens each expert got while a transformers or TRL trainer trains.
 
-    Hooks on the experts count on the device, in training mode, padding included, and are there from
-    the beginning to the end of `train()`; only a log waits for the device. Each process counts its
-    own tokens, and the first one logs. Layers that torch.compile or `prepare_training` compile or
-    record in this `train()` contain the count (a step that compiles or records counts tokens more
-    than once); layers that were compiled or recorded before do not run hooks, which the first log
-    refuses by a `ConfigError`, as a model without fused experts is at the start.
+    Hooks on the experts count on the device, in training mode, padding included, from the beginning
+    to the end of `train()`; only a log waits for the device. Each process counts its own tokens,
+    and the first one logs. Layers that are compiled or recorded in this `train()` contain the count
+    (that step counts tokens more than once). Those compiled or recorded before run no hooks: the
+    first log is a `ConfigError`, as is a model without fused experts at the start.
 
     Args:
         trainer: Whose trackers get the numbers.

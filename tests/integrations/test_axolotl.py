@@ -36,9 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
-from moe_qlora.errors import (
-    AdapterError,
-)
+from moe_qlora.errors import AdapterError
 from moe_qlora.integrations.settings import PLUGIN as NAME
 from moe_qlora.packing import parametrize
 
@@ -179,9 +177,7 @@ def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_p
     # stock PEFT on the decoded model
     with moe_qlora.enabled():
         decoded = AutoModelForCausalLM.from_pretrained(
-            model_folder,
-            quantization_config=model.config.quantization_config,
-            dtype=torch.float32,
+            model_folder, quantization_config=model.config.quantization_config, dtype=torch.float32
         ).dequantize()
     assert packed(decoded) == {}
     base = logits(decoded)

@@ -17,12 +17,7 @@ import yaml
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect

@@ -12,12 +12,7 @@ import torch
 from peft import LoraConfig, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.packing import parametrize

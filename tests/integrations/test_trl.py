@@ -120,8 +120,7 @@ def assert_same(left, right):
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")],
+    ("kind", "way"), [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")]
 )
 def test_training(kind, way, model_folder, tmp_path, caplog):
     steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall

@@ -35,10 +35,7 @@ from tests.helpers.training import loaded
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
-KINDS = {
-    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-}
+KINDS = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}
 
 
 class AdapterServer:

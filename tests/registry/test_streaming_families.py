@@ -19,11 +19,7 @@ from moe_qlora.layout import name_pattern
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_model
 
-NF4 = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
 FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16}
 

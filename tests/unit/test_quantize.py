@@ -12,12 +12,7 @@ import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moe_qlora import quantize_experts
 from moe_qlora.errors import (
