@@ -69,14 +69,9 @@ def load(model_type: str) -> RegistryEntry:
         )
     data = json.loads((_folder() / f"{model_type}.json").read_bytes())
     return RegistryEntry(
-        model_type=model_type,
-        class_name=data["class"],
-        transformers=data["transformers"],
-        experts=tuple(data["experts"]),
-        tiny_config=data["tiny_config"],
-        published_config=data["published"]["config"],
-        checkpoints=data["checkpoints"],
-    )
+        model_type, data["class"], data["transformers"], tuple(data["experts"]),
+        data["tiny_config"], data["published"]["config"], data["checkpoints"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

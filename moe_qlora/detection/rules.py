@@ -135,22 +135,11 @@ def _accepted(
     elif stated_orientation(leaf) is not None:
         how = "its module says so, and its siblings' sizes agree"
     expert = ExpertParam(
-        name=leaf.name,
-        module_name=leaf.node.name,
-        parameter_name=leaf.attribute,
-        shape=leaf.shape,
-        num_experts=count,
-        in_features=inside,
-        out_features=outside,
-        transposed=transposed,
-        role=chain.roles[key],
-        dtype=leaf.dtype,
-        nbytes=leaf.nbytes,
-        evidence=evidence,
-        aliases=tuple(leaf.aliases),
-        packed=leaf.packed,
-        orientation_evidence=how,
-    )
+        leaf.name, leaf.node.name, leaf.attribute, leaf.shape, num_experts=count,
+        in_features=inside, out_features=outside, transposed=transposed, role=chain.roles[key],
+        dtype=leaf.dtype, nbytes=leaf.nbytes, evidence=evidence, aliases=tuple(leaf.aliases),
+        packed=leaf.packed, orientation_evidence=how,
+    )  # fmt: skip
     return Classification(leaf, expert, router=router)
 
 

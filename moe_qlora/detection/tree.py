@@ -24,18 +24,14 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One parameter as the model's code sees it, packed weights with their decoded shape.
-
-    `kind` is "linear" (weight of an nn.Linear), "bare" (a parameter on a module that the model
-    defines itself), or one of `_KINDS`.
-    """
+    """One parameter as the model's code sees it, packed weights with their decoded shape."""
 
     name: str
     node: Node
     attribute: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: str
+    kind: str  # "linear" (weight of an nn.Linear), of `_KINDS`, or "bare" (of the model's own)
     packed: str | None = None
     nbytes: int = 0
     aliases: list[str] = field(default_factory=list)
@@ -106,16 +102,8 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
         if not dtype.is_floating_point or state is not None:
             packed = str(getattr(state, "quant_type", dtype_name(dtype)))
             dtype = getattr(state, "dtype", torch.get_default_dtype())
-    return Leaf(
-        name=join(node.name, attribute),
-        node=node,
-        attribute=attribute,
-        shape=shape,
-        dtype=dtype,
-        kind=kind,
-        packed=packed,
-        nbytes=tensor.numel() * tensor.element_size(),
-    )
+    name, nbytes = join(node.name, attribute), tensor.numel() * tensor.element_size()
+    return Leaf(name, node, attribute, shape, dtype, kind, packed, nbytes)
 
 
 def _own_leaves(node: Node) -> Iterator[tuple[Leaf, torch.Tensor]]:

@@ -114,7 +114,7 @@ def text_model(source: Source) -> Source | None:
     """Return the text model of a multimodal checkpoint, which `AutoModelForCausalLM` loads."""
     config, text = source.config, source.config.get_text_config()
     known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) not in known or text is config:
+    if text is config or type(config) not in known:
         return None
     if known[type(config)].config_class is not type(text):
         return None

@@ -94,8 +94,8 @@ def write_report(
         ConfigError: A setting makes no sense, or `out` cannot be written.
     """
     if not (batch is seq is progress is None):
-        words = "batch, seq and progress are ignored since version 0.3: plan() plans a step."
-        warnings.warn(f"write_report: {words}", DeprecationWarning, stacklevel=2)
+        words = "write_report: batch, seq and progress are ignored since version 0.3: use plan()."
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
     target = Path(out).expanduser()
     new = not target.exists() and target.absolute().parent.is_dir()
     if not new and not (target.is_file() and target.suffix.lower() == ".html"):

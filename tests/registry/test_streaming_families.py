@@ -20,8 +20,6 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-INT8 = {"load_in_8bit": True}
-FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16}
 
 # Per expert and fused on disk, interleaved, transposed, biased, shared experts, two banks, 2-D,
 # tied, stacks in parts, plain forwards: one of each kind runs the longer tests, too.
@@ -126,23 +124,6 @@ def test_streaming_equals_packing_in_memory(family: str, tmp_path: Path) -> None
     assert_equal_experts(loaded, model)
     skip_renamed(family)
     check_keys(family, tmp_path / "plain")
-
-
-# Plain, transposed and two-dimensional stacks; in nf4 each kind is packed from disk above.
-@pytest.mark.parametrize(
-    ("settings", "family"),
-    [
-        *((INT8, family) for family in ("llama4_text", "jetmoe")),
-        *((FLOATS, family) for family in ("gpt_oss", "dbrx")),
-    ],
-)
-def test_packing_from_disk_equals_loading_and_saving(
-    settings: dict[str, Any], family: str, tmp_path: Path
-) -> None:
-    cls = type(on_disk(family, tmp_path / "plain"))
-    model = streamed(cls, tmp_path / "plain", settings)
-    model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
-    check_packed_from_disk(cls, tmp_path, settings, model)
 
 
 def check_packed_from_disk(cls: Any, tmp_path: Path, settings: dict[str, Any], model: Any) -> None:
