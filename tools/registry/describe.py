@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,25 +126,17 @@ def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
     return {"count": len(weights), "groups": found}
 
 
-def _near(weight: ExpertWeight, model: nn.Module, up: int) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield name, full name and module beside a weight's module, or beside what holds it."""
+def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
+    """Return the router nearest to an experts module: beside it, or beside what holds it."""
     parts = weight.owner_name.split(".")
-    for length in range(len(parts) - 1, max(len(parts) - up, -1), -1):
+    for length in range(len(parts) - 1, max(len(parts) - 4, -1), -1):
         prefix = ".".join(parts[:length])
         for name, child in model.get_submodule(prefix).named_children():
-            yield name, f"{prefix}.{name}".lstrip("."), child
-
-
-def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
-    """Return the router nearest to an experts module."""
-    for name, full, child in _near(weight, model, 4):
-        if name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__):
-            return {
-                "class": type(child).__name__,
-                "module": name_pattern(full),
-                "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
-                "weight": name_pattern(_router_weight(child, full)),
-            }
+            if name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__):
+                return {
+                    "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
+                    "weight": name_pattern(_router_weight(child, f"{prefix}.{name}".lstrip("."))),
+                }
     return None
 
 
@@ -156,15 +147,6 @@ def _router_weight(router: nn.Module, name: str) -> str:
         return f"{name}.{linears[-1]}".rstrip(".")
     bare = [path for path, parameter in router.named_parameters() if parameter.dim() == 2]
     return f"{name}.{bare[0]}"
-
-
-def _shared(weight: ExpertWeight, model: nn.Module) -> dict[str, Any]:
-    """Return the shared experts nearest to a weight's module."""
-    for name, full, child in _near(weight, model, 3):
-        if "share" in name and not name.endswith("gate"):
-            stacked = definition_of(child, MODELS) is not None
-            return {"kind": "stacked" if stacked else "linear", "module": name_pattern(full)}
-    return {"kind": "none", "module": None}
 
 
 def _checkpoint_keys(
@@ -181,13 +163,8 @@ def _checkpoint_keys(
         except Exception:  # noqa: BLE001 - some conversions want all weights of a block at once
             continue
         keys = sorted({name_pattern(key) for key in written})
-        per_expert = len(written) > len(keys)
-        return {
-            "keys": keys,
-            "layout": "per expert" if per_expert else "fused",
-            "together_with": [name_pattern(s.name) for s in group if s is not weight],
-        }
-    return {"keys": [], "layout": "unknown", "together_with": []}
+        return {"keys": keys, "layout": "per expert" if len(written) > len(keys) else "fused"}
+    return {"keys": [], "layout": "unknown"}
 
 
 def _entry(
@@ -202,8 +179,8 @@ def _entry(
     Its keys, where their names do not tell: `role` and `transposed`, as of `ExpertParam`;
     `interleaved`, gate and up rows by turns; `post_norm`, a norm after each expert; `packed_rows`,
     experts one below the other in a 2-D parameter; `dispatches`, through transformers' experts
-    interface; `shared_experts`, "linear", "stacked" or "none"; `checkpoint`, the keys on disk,
-    "per expert" or "fused"; `published` and `tiny`, where the weights are at these sizes.
+    interface; `checkpoint`, the keys on disk, "per expert" or "fused"; `published` and `tiny`,
+    where the weights are at these sizes.
     """
     first = tiny[0]
     flags, packed_rows = first.definition.flags, first.definition.packed_rows
@@ -221,7 +198,6 @@ def _entry(
         "published": instances(published),
         "role": _role(first),
         "router": _router(first, model),
-        "shared_experts": _shared(first, model),
         "tiny": instances(tiny),
         # Rows of one expert are its intermediate features: out for the inputs, in for the output.
         "transposed": _role(first) == "down" if packed_rows else flags["is_transposed"],
@@ -260,10 +236,8 @@ def describe(model_type: str) -> dict[str, Any] | None:
             _entry(pattern, weights, published[pattern], model, everything)
             for pattern, weights in tiny.items()
         ],
-        "format_version": 1,
         "model_type": model_type,
         "published": {"config": full_kwargs},
-        "tied": any(weight.aliases for weight in everything),
         "tiny_config": kwargs,
         "transformers": transformers.__version__,
     }

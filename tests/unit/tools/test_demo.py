@@ -14,8 +14,6 @@ import transformers
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
 
-from tools import demo as demo_script  # noqa: E402
-
 
 @pytest.fixture
 def demo(monkeypatch):
@@ -45,6 +43,7 @@ def test_demo(tmp_path, demo, capsys):
     said = capsys.readouterr().out
     assert "4 expert parameters quantized" in said
     assert "times less memory, and the loss" in said
+    assert "before LoRA: " in said and "after LoRA: " in said
     assert max(map(len, said.splitlines())) <= 80
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
@@ -55,18 +54,3 @@ def test_demo(tmp_path, demo, capsys):
     assert "the loss" in said and "from scratch" not in said
     assert max(map(len, said.splitlines())) <= 80
     assert (tmp_path / "two/loss.png").is_file()
-
-
-def test_model_that_is_not_there(tmp_path, demo, capsys):
-    assert demo("--model", tmp_path / "gone", "--out", tmp_path) == 2
-    assert "holds no config.json" in capsys.readouterr().err
-
-
-def test_tables_and_lines_fit_80_columns(capsys):
-    long = demo_script.State("load_in_4bit, stock", 57_982_058_496, 123_456_789, 12.345)
-    said = demo_script.table(demo_script.Run([long] * 3)) + "\n"
-    assert "load_in_4bit, stock" in said and "54.0 GiB" in said and "12.345" in said
-    demo_script.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
-    said += capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert "\n   words" in said
