@@ -27,7 +27,11 @@ OWN_FOLDER = {"model_registry": "moe_qlora/model_registry"}  # in the checkout, 
 
 def main() -> None:
     command, *arguments = sys.argv[1:]
-    checks = {"contents": check_contents, "release": check_release, "use": check_use}
+    checks: dict[str, Any] = {
+        "contents": check_contents,
+        "release": check_release,
+        "use": check_use,
+    }
     checks[command](*(Path(argument).resolve() for argument in arguments))
 
 

@@ -91,7 +91,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, str, 
     config = whole_config(options.shape, layers=4, tiny=options.tiny)
     text = config.get_text_config()
     text.vocab_size, text.pad_token_id = 64, None
-    model = fill_randomly(meta_model(config), device).requires_grad_(False)
+    model: Any = fill_randomly(meta_model(config), device).requires_grad_(False)
     model.set_experts_implementation("grouped_mm")
     name = next(m.name for m in moe_qlora.detect(model).modules if m.dispatches)
     choices = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")

@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 from common import (
     Rows,
@@ -141,15 +142,14 @@ def run(
     peer: str, options: argparse.Namespace, config: Any, device: torch.device, rows: Rows
 ) -> None:
     """Build, pack, adapt and train one peer's model."""
-    start, sizes = time.perf_counter(), Counter[str]()
-    pack = packer(config, sizes) if peer == "ours" else None
-    model: Any = fill_randomly(meta_model(config), device, pack)
+    start, packer = time.perf_counter(), Packer(peer, config)
+    model = build(config, device, packer.visit)
     synchronize(device)
     rows.add("building time", "s", time.perf_counter() - start)
     if peer == "ours":
-        rows.add("experts before", "bytes", sizes["before"])
-        rows.add("experts packed", "bytes", sizes["packed"])
-        rows.add("packed weight", "bytes/weight", 2 * sizes["packed"] / sizes["before"])
+        rows.add("experts before", "bytes", packer.before)
+        rows.add("experts packed", "bytes", packer.after)
+        rows.add("packed weight", "bytes/weight", 2 * packer.after / packer.before)
         moe_qlora.quantize_experts(model, quantization())  # takes on what is packed already
     else:
         model.set_experts_implementation("grouped_mm")
@@ -163,31 +163,47 @@ def run(
         train(peft_model, options, device, rows)
 
 
-def packer(config: Any, sizes: Counter[str]) -> Callable[[str, nn.Module], None]:
-    """Return what packs a module's expert stacks as they are made, and counts their bytes."""
-    stacks: dict[str, list[str]] = {}
-    for param in moe_qlora.detect(meta_model(config)):
-        stacks.setdefault(param.module_name, []).append(param.parameter_name)
+def build(
+    config: Any, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
+) -> Any:
+    """The model in bf16 on the device, as `moe_qlora.testing.fill_randomly` makes it."""
+    return fill_randomly(meta_model(config), device, each)
 
-    def pack(name: str, module: nn.Module) -> None:
-        for parameter in stacks.get(name, ()):
+
+class Packer:
+    """Packs a model's expert stacks as they are made, and counts their bytes."""
+
+    def __init__(self, peer: str, config: Any) -> None:
+        self.before = self.after = 0
+        self.stacks: dict[str, list[str]] = {}
+        for param in moe_qlora.detect(meta_model(config)) if peer == "ours" else ():
+            self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        """Pack this module's expert stacks."""
+        for parameter in self.stacks.get(name, ()):
             weight = module.get_parameter(parameter).data
             packed = codec.pack(weight, CodecSettings.from_config(quantization()))
-            sizes["before"] += weight.nbytes
-            sizes["packed"] += packed.nbytes
+            self.before += weight.nbytes
+            self.after += packed.nbytes
             parametrize.attach(module, parameter, packed)
-
-    return pack
 
 
 def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     """LoRA as the peer has it, under gradient checkpointing unless told otherwise."""
-    import peft
-
     if options.checkpointing:
         recompute(model)
     model.config.get_text_config().use_cache = False
+    experts, get = [param.name for param in moe_qlora.detect(model)], peft.get_peft_model
+    if peer == "ours":
+        experts, get = moe_qlora.target_parameters(model), moe_qlora.get_peft_model
     wanted = ["attention"] if peer == "frozen" else options.lora
+    config = lora_config(model, experts, wanted, options.rank)
+    return get(model, config, autocast_adapter_dtype=False)
+
+
+def lora_config(model: nn.Module, experts: list[str], wanted: list[str], rank: int) -> Any:
+    """PEFT's config of LoRA on attention, on the named expert weights, or on both."""
     attention = [
         name
         for name, module in model.named_modules()
@@ -195,17 +211,13 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     ]
     if "attention" in wanted and not attention:
         raise ValueError(f"{type(model).__name__}: no Linear layer within a module named *attn*")
-    experts, get = [param.name for param in moe_qlora.detect(model)], peft.get_peft_model
-    if peer == "ours":
-        experts, get = moe_qlora.target_parameters(model), moe_qlora.get_peft_model
-    config = peft.LoraConfig(
-        r=options.rank,
-        lora_alpha=2 * options.rank,
+    return peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
         target_modules=attention if "attention" in wanted else [],
         target_parameters=experts if "experts" in wanted else None,
         task_type="CAUSAL_LM",
     )
-    return get(model, config, autocast_adapter_dtype=False)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def planned(model: str, gpus: str, seq: int) -> Cell:
     several = gpus[0] if gpus[1] == "x" else ""
     best = moe_qlora.plan(model, gpus=gpus, seq_len=seq).as_dict()["best"]
     settings = best["settings"] if best else {}
-    given = {name: settings.get(name) for name in ("prepared", "attention")}
+    given: dict[str, Any] = {name: settings.get(name) for name in ("prepared", "attention")}
     if best is None or settings.get("seq", 4096) != seq:  # It fits, if at all, a shorter one
         lora = {"targets": "attention", "rank": 8, "dtype": "bfloat16"}
         given |= {"prepared": True, "offload": not several, "optimizer": "adamw_8bit"}
@@ -93,11 +93,11 @@ def planned(model: str, gpus: str, seq: int) -> Cell:
     letter = {value: key for key, value in SETTINGS.items()}[fields]
     engine = next((name for name in ("ddp", "fsdp") if name in settings), "")
     for name in (("ddp", "fsdp") if several else (None,)) if letter == "B" else ():
-        sizes = {"gpus": gpus, "seq_len": seq, "engine": name}
+        sizes: dict[str, Any] = {"gpus": gpus, "seq_len": seq, "engine": name}
         report = moe_qlora.plan(model, lora=_BOTH, **sizes, **given)
-        layers = report.fit.counts if report.fits and report.fit else {}
-        if layers and layers["keep"] == sum(layers.values()):
-            return Cell(model, gpus, seq, "A", name or "", report.fit.needed, 0, 0)
+        fit = report.fit if report.fits else None
+        if fit is not None and fit.counts["keep"] == sum(fit.counts.values()):
+            return Cell(model, gpus, seq, "A", name or "", fit.needed, 0, 0)
     return Cell(model, gpus, seq, letter, engine, best["needed"], 0, best["host"])
 
 
@@ -169,7 +169,7 @@ def filled(page: Path) -> str:
     for name, block in blocks.items():
         marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
-        text, count = pattern.subn(lambda _, b=block, m=marks: f"{m[0]}\n\n{b}\n\n{m[1]}", text)
+        text, count = pattern.subn(f"{marks[0]}\n\n{block}\n\n{marks[1]}", text)
         if count != 1:
             raise LookupError(
                 f"{page} has {count} places for {name}, between {' and '.join(marks)}"
