@@ -116,7 +116,8 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        undo.callback(quicken_walks(model))
+        if _sharding(model) is None:  # Engines put other parameters in the place of these
+            undo.callback(quicken_walks(model))
         prepared._undo = undo.pop_all()
     _log.info("%s", prepared)
     return prepared
