@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from .backend import Call, find_gate, stored_transposed
-from .operands import LoraFactors, packed_weight
+from .operands import packed_weight
 from .projection import first_order, no_autocast, register_products
 
 
@@ -47,26 +47,15 @@ def read_inputs(module: Any, call: Call, index: Tensor, weights: Tensor) -> Inpu
     packed: Any = call.weights
     lora: list[Tensor] = []
     scalings: list[float | None] = []
-    for weight, factors in zip(packed, call.lora, strict=True):
+    for factors in call.lora:
         scalings.append(float(factors[0].scaling) if factors else None)
-        lora += joined_lora(factors, weight.shape[0])
+        lora += [tensor for each in factors for tensor in (each.a, each.b)]
     x = call.x.to(call.autocast or call.x.dtype).contiguous()
     gate: Any = find_gate(module)
     return Inputs(
         x, weights.contiguous(), index.contiguous(), biases, lora, scalings, packed, gate,
         stored_transposed(module, packed[0]),
     )  # fmt: skip
-
-
-def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]:
-    """Concatenate a and b of one projection's adapters along their ranks; () for none."""
-    if not lora:
-        return ()
-    if len(lora) == 1:
-        return lora[0].a, lora[0].b
-    a = torch.cat([f.a.view(experts, -1, f.a.shape[-1]) for f in lora], 1)
-    b = torch.cat([f.b.view(f.b.shape[0], -1, experts) for f in lora], 1)
-    return a.flatten(0, 1), b.flatten(1, 2)
 
 
 def make_layer(inputs: Inputs) -> Any:

@@ -66,7 +66,6 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
         close(mine, other, 4e-3)
     torch.compiler.reset()
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
-    operands.record_of(module).backends.clear()
     if not few:
         monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
     call = backend.read_call(module, parts[0])
