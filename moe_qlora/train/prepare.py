@@ -178,7 +178,7 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
             said = f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."
             prepared._lines.append(said)
         else:
-            undo.callback(joined.remove)
+            undo.callback(joined.close)
             if joined.products:
                 said = f"{joined.layers} layers with the same inputs in {joined.products} products"
                 prepared._lines.append(f"LoRA: {said}.")
