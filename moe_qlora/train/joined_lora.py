@@ -6,9 +6,10 @@ for each dA, and as many gradients of x are added. Here, with n layers of one pa
     first of them    z = s [A_1; ...; A_n] x, for its input x of this call
     each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
 
-A forward of a few tokens shows which layers these are, and that none changes x in place. In the order of their calls, the first puts
-z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
-same guards in each decoder layer. What an exception in between leaves is replaced next time.
+A forward of a few tokens shows which layers these are, and that none changes x in place. In the
+order of their calls, the first puts z into the model's `_Shared`, and the last one empties it.
+Dynamo sees both in one frame, and the same guards in each decoder layer. What an exception in
+between leaves is replaced next time.
 """
 
 from __future__ import annotations

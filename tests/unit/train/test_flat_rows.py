@@ -83,20 +83,12 @@ def numbered(rows: list[Tensor]) -> Batch:
     return {"attention_mask": mask} | {n: x for n, x in packed(rows).items() if "pos" not in n}
 
 
-def left_with_positions(rows: list[Tensor]) -> Batch:
-    """As `generate` makes them: those of padding are 1, which is no new sequence."""
-    batch = padded(rows, left=True)
-    mask = batch["attention_mask"]
-    return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
-
-
 BATCHES: dict[str, Callable[[list[Tensor]], Batch]] = {
     "right": lambda rows: padded(rows, left=False),
     "left": lambda rows: padded(rows, left=True),
     "packed": packed,
     "two packed": packed_in_two,
     "numbered": numbered,
-    "left with positions": left_with_positions,
 }
 
 
@@ -328,7 +320,10 @@ def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(fam
     ones = torch.ones(1, sum(LENGTHS), dtype=torch.long)
     packs = [packed(rows), packed(rows) | {"attention_mask": ones}, packed_in_two(rows)]
     packs += [numbered(rows), packed(rows) | {"seq_idx": numbered(rows)["attention_mask"].int()}]
-    for batch in (packed(rows[:1]), padded(rows, left=False), left_with_positions(rows)):
+    mask = (left := padded(rows, left=True))["attention_mask"]
+    # As `generate` makes them: those of padding are 1, which is no new sequence
+    left["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    for batch in (packed(rows[:1]), padded(rows, left=False), left):
         step(model, batch)
     if family not in MIXING:
         expected = alone(model)
@@ -388,9 +383,7 @@ def test_recorded_lengths_come_from_the_batches_that_come() -> None:
     assert sum(came) > 0.85 * sum(length for length, *_ in found[8 * len(came) :])
     assert lengths.pick(32000, 9)[0] == 32768 and lengths.pick(40000, 9)[2] is False
     assert len(lengths.recorded) <= 8
-
-
-def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
+    # One that is recorded serves shorter rows that come seldom
     lengths = flat_rows.RowLengths(4096)
     picked = [lengths.pick(n, 3)[0] for n in (1300, 500, 900, 3000, 1100, 4096)]
     assert picked == [2048, 2048, 2048, 4096, 2048, 4096]
