@@ -124,10 +124,9 @@ def layer_backward(
     with torch.no_grad(), no_autocast(grad):
         top_k = weights.shape[-1]
         routing = kernels.Routing(saved[0], weights.numel(), layer.first.experts, top_k)
-        state = kernels.Saved(*saved[1:])
-        grads = kernels.backward(layer, routing, state, grad, operands, needs_x=needs_x)
-    factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
-    return [grads.x, grads.weights, *factors]
+        grads = kernels.backward(layer, routing, saved[1:], grad, operands, needs_x=needs_x)
+    x, of_weights, *factors = grads
+    return [x, of_weights, *(factor for factor in factors if factor is not None)]
 
 
 # The custom operator of compiled graphs, whose arguments are tensors and plain numbers.

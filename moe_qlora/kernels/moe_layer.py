@@ -70,34 +70,17 @@ class Operands(NamedTuple):
     loras: Sequence[Lora | None]  # Of both projections
 
 
-class Saved(NamedTuple):
-    """Tensors saved for backward, without the inputs and the routing."""
-
-    pre: Tensor  # `(R, P)`
-    products: Tensor  # `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T
-
-
 class ForwardState(NamedTuple):
     """A forward up to the down projection."""
 
     assignments: Tensor  # `(T, k)`: the top-k index
     operands: Operands
     routing: Routing
-    saved: Saved
+    # For backward: pre `(R, P)`; and `(R (r1 + r2),)`, s1 x A1^T and behind it s2 h A2^T
+    saved: tuple[Tensor, Tensor]
     inner: Tensor  # `(R, I + r2)`
     matmul: Matmul  # Of the down projection
     name: str  # The workspace's buffer
-
-
-class Grads(NamedTuple):
-    """Gradients of `backward`: None without LoRA, or if not asked for."""
-
-    x: Tensor | None
-    weights: Tensor
-    a1: Tensor | None
-    b1: Tensor | None
-    a2: Tensor | None
-    b2: Tensor | None
 
 
 def _strip(count: int, width: int, like: Tensor, matmul: Matmul) -> Tensor:
@@ -161,7 +144,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
         1.0 if f2 is None else f2.scaling, product2, ordered=matmul2.kernel.reorder is not None,
     )  # fmt: skip
     name = "second" if recomputed else "first"
-    return ForwardState(index, operands, routing, Saved(pre, products), inner, matmul2, name)
+    return ForwardState(index, operands, routing, (pre, products), inner, matmul2, name)
 
 
 def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
@@ -191,13 +174,16 @@ def _unpermute(
 def backward(
     layer: Layer,
     routing: Routing,
-    saved: Saved,
+    saved: Sequence[Tensor],
     grad: Tensor,
     operands: Operands,
     *,
     needs_x: bool = True,
-) -> Grads:
-    """Return the gradients of a forward, from its operands, its state and `grad` `(T, H)`."""
+) -> list[Tensor | None]:
+    """Return the gradients of a forward, from its operands, what it saved and `grad` `(T, H)`.
+
+    Those of x, None if not asked for, of the routing weights, of A1, B1, A2, B2, None without LoRA.
+    """
     experts, hidden, width, inner_size = layer.sizes
     count, device = routing.count, routing.ints.device
     grad = aligned(grad.to(layer.dtype).contiguous())
@@ -219,12 +205,13 @@ def backward(
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     u, dots = _gather_gemm(routing, grad, matmul2, name, product_g, bias2)
     sizes = count * matmul1.rank, count * matmul2.rank
-    product1, product2 = saved.products.split_with_sizes(sizes)
+    pre, products = saved
+    product1, product2 = products.split_with_sizes(sizes)
     # u becomes h, the gate's output, and product_g is weighted, where a factor's gradient needs it.
     d_pre = _strip(count, width + matmul1.rank, u, matmul1)
     d_weights, weighted2 = torch.empty_like(weights), torch.empty_like(product2)
     gate_backward(
-        layer.gate, u, saved.pre, bias1, weights, dots, routing, d_pre, d_weights,
+        layer.gate, u, pre, bias1, weights, dots, routing, d_pre, d_weights,
         None if f1 is None else f1.b, matmul1.rank, 1.0 if f1 is None else f1.scaling, product_g,
         product2, weighted2, matmul2.rank,
     )  # fmt: skip
@@ -242,4 +229,4 @@ def backward(
         )  # fmt: skip
         b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, over=True)
     dx = _unpermute(layer, d_pre, matmul1, routing, "first") if needs_x else None
-    return Grads(dx, d_weights, a1, b1, a2, b2)
+    return [dx, d_weights, a1, b1, a2, b2]

@@ -118,32 +118,27 @@ def prepare_training(
         undo.callback(vars(base).pop, _PREPARED, None)
         if _sharding(model) is None:  # Engines put other parameters in the place of these
             undo.callback(quicken_walks(model))
-        prepared._undo = undo.pop_all()
+        prepared.push(undo.pop_all())
     _log.info("%s", prepared)
     return prepared
 
 
-class PreparedTraining:
+class PreparedTraining(ExitStack):
     """The settings of `prepare_training` on a model."""
 
+    fit: Fit | None = None
+    graphs: LayerGraphs | None = None  # None: no layer can be recorded
+
     def __init__(self, *lines: str) -> None:
-        self.fit: Fit | None = None
-        self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
+        super().__init__()
         self._lines = [*lines]
-        self._undo = ExitStack()
 
     def remove(self) -> None:
         """Undo all of it, the last first."""
-        self._undo.close()
+        self.close()
 
     def __str__(self) -> str:
         return "\n".join(self._lines)
-
-    def __enter__(self) -> PreparedTraining:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
         """Return a result that undoes nothing: a copied model has no graphs."""

@@ -244,7 +244,7 @@ def test_router_logits_of_replays_have_gradients(
 @compiles
 @pytest.mark.parametrize(
     ("model_type", "level", "length", "compiled"),
-    [  # With 1,024 tokens and more, on two streams
+    [
         *(
             (kind, level, 640, False)
             for kind in FAMILIES

@@ -7,7 +7,6 @@ replay nothing is copied or waited for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -169,21 +168,3 @@ def test_layers_are_one_graph_each_and_fetch_within_it(
     offs: list[Any] = []
     found = gradients(model, ids, lambda: offs.append(moe_qlora.offload_experts(model)))
     assert all(map(torch.equal, found, wanted))
-
-
-@pytest.mark.usefixtures("compiler", "graphed")
-def test_compiled_layers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    model = packed(3)
-    weights, ids = trained(model), token_ids(model, seq=12)
-    resident = steps(model, ids, weights)
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="eager")
-    with (
-        moe_qlora.offload_experts(model) as off,
-        recorded(model.get_base_model(), levels.KEEP) as graphs,
-    ):
-        for _ in range(2):
-            copies, found = off.copies, steps(model, ids, weights)
-            assert found[0] == pytest.approx(resident[0], rel=1e-5)
-        assert graphs.recorded == 3 and off.copies - copies == STEPS * 2
