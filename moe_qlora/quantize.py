@@ -88,7 +88,7 @@ def quantize_experts(
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
-    selections = select_weights(model, layout, config, settings)
+    selections = select_weights(model, layout, settings)
     for param, status, _ in selections:
         if status == QUANTIZED:
             check_weight(param.name, _weight(model, param.name), settings)
@@ -117,7 +117,7 @@ class ReportRow:
 
     name: str  # Full dotted name
     status: str  # "quantized" (by this call), "already_quantized" or "skipped"
-    reason: str  # Why it was skipped, or which tool had quantized it; or ""
+    reason: str  # Why it was skipped; or ""
     bytes_before: int  # Bytes before the call
     bytes_after: int  # Bytes now, with statistics
 
@@ -255,8 +255,6 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
     if conflict is not None:
         raise ConfigError(f"The quantization config cannot be followed: {conflict}.")
     for module_name, module, leaf in parametrize.iter_packed(model):
-        if parametrize.is_foreign(module, leaf):
-            continue
         own, asked = CodecSettings.of(parametrize.read_packed(module, leaf)), settings.describe()
         if not own.codec.is_kept and own.describe() != asked:
             raise ConfigError(

@@ -83,7 +83,7 @@ def save_pretrained(
     ranks = world()
     state_dict = ranks.state_dict_to_save(self, state_dict)
     writes = ranks.is_first() and is_main_process
-    if state_dict is None or not (writes or ranks.is_divided(self, state_dict)):
+    if state_dict is None or not (writes or ranks.is_divided(state_dict)):
         return
     tensors = _tensors_to_save(self, state_dict)
     folder = absolute(os.fspath(save_directory))

@@ -93,7 +93,7 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     settings = CodecSettings.from_config(config)
     if isinstance(config, Mapping):
         config = BitsAndBytesConfig.from_dict(dict(config))
-    params = weights_to_pack(model, detect(model), config, settings)
+    params = weights_to_pack(model, detect(model), settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})

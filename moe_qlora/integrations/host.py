@@ -142,7 +142,7 @@ class ExpertsHost:
         skips = fields.get("llm_int8_skip_modules") or ()
         if more := [each for each in self.settings.skip_modules if each not in skips]:
             config = {**fields, "llm_int8_skip_modules": [*skips, *more]}
-        unpacked = weights_to_pack(model, layout, config, CodecSettings.from_config(config))
+        unpacked = weights_to_pack(model, layout, CodecSettings.from_config(config))
         if unpacked and not pack:
             names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in unpacked)
             raise QuantizationError(

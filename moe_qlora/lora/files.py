@@ -244,7 +244,7 @@ def save_pretrained(
     if state_dict is None:
         return
     tensors: dict[str, WholeTensor] = {}
-    if ranks.is_divided(self, state_dict):
+    if ranks.is_divided(state_dict):
         names = asked["selected_adapters"] or list(self.peft_config)
         tensors = _adapter_tensors(self, state_dict, names, asked["save_embedding_layers"])
     if not ranks.is_first() and not any(tensor.divided for tensor in tensors.values()):

@@ -231,7 +231,7 @@ def pack(source: ModelSource, model: Any = None, *, repeats: bool = False) -> Me
     layout = detect(model)
     if (config := source.quantization) is not None:
         settings = CodecSettings.from_config(config)
-        for param in weights_to_pack(model, layout, config, settings):
+        for param in weights_to_pack(model, layout, settings):
             own = (source.native[name] for name in param.names if name in source.native)
             parametrize.pack_blank(model, param, next(own, settings))
         if source.linears and hasattr(model, "all_tied_weights_keys"):

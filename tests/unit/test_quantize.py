@@ -193,7 +193,7 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
         torch.testing.assert_close(plain(IDS).logits, logits)
         assert not (plain.is_quantized or plain.is_loaded_in_4bit or plain.is_loaded_in_8bit)
         assert not hasattr(plain.config, "quantization_config")
-        bound = {"dequantize", "add_adapter", "load_adapter", "named_modules"}
+        bound = {"dequantize", "load_adapter", "named_modules"}
         assert bound <= set(again.__dict__) and not bound & set(plain.__dict__)
     assert quantize_experts(model, config).quantized
     assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32
@@ -259,19 +259,12 @@ def test_another_codec_than_that_of_packed_experts_is_a_conflict(
     assert quantize_experts(model, nf4(bnb_4bit_compute_dtype=torch.float32)).already_quantized
 
 
-def test_steps_aside_for_what_is_packed_already_or_left_to_the_config() -> None:
-    model, config = tiny(), nf4()
-    config.target_parameters = ["0.mlp.experts.gate_up_proj"]
+def test_what_other_code_has_packed_is_refused() -> None:
+    model = tiny()
     experts = model.get_submodule("model.layers.0.mlp.experts")
     replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
-    original = experts.parametrizations.down_proj.original
-    report = quantize_experts(model, config)
-    assert [row.name for row in report.skipped] == NAMES[:1]
-    assert "target_parameters" in str(report)
-    assert [row.name for row in report.already_quantized] == [NAMES[1]]
-    assert "own helper" in report.already_quantized[0].reason
-    assert experts.parametrizations.down_proj.original is original
-    assert len(report.quantized) == 2
+    with pytest.raises(ConfigError, match=f"{NAMES[1]} is packed as fp4 by other code"):
+        quantize_experts(model, nf4())
 
 
 def test_tied_experts_are_packed_once_and_stay_tied() -> None:
