@@ -105,7 +105,7 @@ def main() -> int:
         write_fixtures(options.out or FIXTURES)
         return 0
     source: Any = import_module("tools.corpus_gpu" if options.gpu else "tools.corpus_entries")
-    names, only = source.entries(), options.only
+    names, only = source.ENTRIES, options.only
     chosen = [name for name in names if not only or {name, *name.split("/")} & {*only}]
     if not chosen:
         raise SystemExit(f"no entry is named by --only {' '.join(only)}; there are {names}")

@@ -54,14 +54,13 @@ PLANNED = ("jetmoe", "llama4_text", "olmoe", "qwen3_moe")  # a rehearsal takes 1
 WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole blocks of 32, as MXFP4 needs
 
 
-def entries() -> list[str]:
-    """Return the names of all entries, those that take longest first."""
-    named = [f"{kind}/nf4" for kind in sorted(TYPES, key=lambda kind: kind not in PLANNED)]
-    for number, kind in enumerate(TYPES):
-        others = ["double", "fp4", "int8"]
-        chosen = others if kind in EVERY_CODEC else [others[number % 3]]
-        named += [f"{kind}/{codec}" for codec in chosen]
-    return ["gpt_oss/mxfp4", "refusals/calls", *named]
+# Those that take longest come first
+ENTRIES = ["gpt_oss/mxfp4", "refusals/calls"]
+ENTRIES += [f"{kind}/nf4" for kind in sorted(TYPES, key=lambda kind: kind not in PLANNED)]
+for _number, _kind in enumerate(TYPES):
+    _others = ["double", "fp4", "int8"]
+    _chosen = _others if _kind in EVERY_CODEC else [_others[_number % 3]]
+    ENTRIES += [f"{_kind}/{_codec}" for _codec in _chosen]
 
 
 def quantization(

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import moe_qlora
 from tools import corpus_entries as on_cpu
 
-CASES = (
+ENTRIES = (
     *("qwen3_moe/nf4/eager", "qwen3_moe/nf4/recorded", "qwen3_moe/double/recorded"),
     *("gpt_oss/nf4/recorded", "gpt_oss/mxfp4/recorded", "mixtral/fp4/recorded"),
     *("olmoe/int8/recorded", "deepseek_v3/nf4/recorded", "llama4_text/nf4/recorded"),
@@ -34,10 +34,6 @@ CASES = (
 )
 BATCH, SEQ, STEPS = 4, 32, 3
 KEPT_SEQ = 1024  # Of layers kept in part: activations that are more than CUDA's own memory varies
-
-
-def entries() -> list[str]:
-    return list(CASES)
 
 
 def measure(entry: str, device: str) -> dict[str, Any] | None:

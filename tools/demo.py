@@ -106,7 +106,7 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
 
 
 def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
-    """Load, find, pack, adapt and train; `own` says that the model is the demo's own, small one."""
+    """Load, find, pack, adapt and train; `own` is for the demo's own, small model."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 

@@ -108,10 +108,7 @@ class ResolveError(Exception):
 def resolve(
     python: str, platform: str, *arguments: str, project: str = "", also: str = ""
 ) -> dict[str, str]:
-    """Return the version of each package that would be installed: of this project, or of one named.
-
-    `also` is another requirement; where there are no such versions this raises `ResolveError`.
-    """
+    """Return the versions that would be installed for this project or a named one, and `also`."""
     source = "-" if project else "pyproject.toml"
     command = [
         *("uv", "pip", "compile", source, *(["-"] if also else []), "--quiet", "--no-header"),

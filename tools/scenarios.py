@@ -106,12 +106,7 @@ def small_model(folder: str) -> str:
 
 
 def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]:
-    """Train on one batch of random tokens, again and again, and look at the model then.
-
-    Raises:
-        CheckpointError: The weights cannot be loaded.
-        RuntimeError: A loss was not finite, or no gradient reached the weights to be trained.
-    """
+    """Train on one batch of random tokens, again and again, and look at the model then."""
     how = SCENARIOS[name]
     gc.collect()  # the model of the row before
     device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"

@@ -31,12 +31,7 @@ COLUMNS = (
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """Date, commit, device and versions, as every row begins.
-
-    Args:
-        device: Where the benchmark runs.
-        commit: For a copy of the tree without its history; None asks git.
-    """
+    """Date, commit (None asks git), device and versions, as every row begins."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     row = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "gpu": gpu}
     row["commit"] = commit or head()
@@ -67,13 +62,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def parser_of(doc: str | None, out: str, device: str = "cuda") -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark.
-
-    Args:
-        doc: Of the script, which begins with a line for `--help`.
-        out: The CSV file in results/.
-        device: The default.
-    """
+    """A parser with the options of every benchmark, whose rows go to results/`out`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--device", default=device)
     parser.add_argument("--tiny", action="store_true", help="whether it runs at all")
@@ -113,11 +102,7 @@ def recompute(model: Any) -> None:
 class Rows:
     """Rows of one benchmark run, printed as they come and appended to a CSV file at once.
 
-    Args:
-        path: The CSV file; made with a heading where it does not exist.
-        where: The start of each row, from `environment`.
-        name: What was run.
-        setting: How it was run, as `key=value` words.
+    `where` comes from `environment`; `setting` says how `name` was run, as `key=value` words.
     """
 
     def __init__(self, path: Path, where: dict[str, str], name: str, setting: str) -> None:

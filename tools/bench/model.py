@@ -265,11 +265,7 @@ def prepared(
 
 
 def train(model: Any, options: argparse.Namespace, device: torch.device, rows: Rows) -> None:
-    """Train on random tokens; records time, tokens/s and memory.
-
-    Raises:
-        RuntimeError: A loss is not finite, or an adapter gets no gradient.
-    """
+    """Train on random tokens; records time, tokens/s and memory."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rows.add("trained weights", "weights", sum(parameter.numel() for parameter in parameters))
