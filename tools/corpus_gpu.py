@@ -68,9 +68,7 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
     else:
         place: dict[str, Any] = {"device_map": {"": device}, "quantization_config": config}
         with moe_qlora.enabled(keep_codes=codec == "mxfp4"):
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=config, **place
-            )
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place)
         found["packed"] = on_cpu.state_hashes(model.state_dict())
         model = moe_qlora.get_peft_model(model, on_cpu.lora(model))
     _fill(model)
