@@ -118,7 +118,7 @@ def train(
     from ..lora.model import get_peft_model
     from ..models import named
     from ..packing import codec, parametrize
-    from ..planning.meta_model import lora_config_of
+    from ..planning.model import lora_config_of
     from ..quantize import quantize_experts
     from ..testing import fill_randomly
     from ..train.prepare import prepare_training
