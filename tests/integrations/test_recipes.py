@@ -19,24 +19,32 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+import transformers
 import trl
 from nbclient import NotebookClient
+from PIL import Image
 from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
 
 FOLDER = Path(__file__).parents[2] / "tools/recipes"
 PARALLEL = ("loop", "sft")  # which take a model's folder, and make their data up
 PLUGINS = {"llama_factory", "ms_swift"}  # programs that are not installed here
+OWN = {"vision"}  # which has data and a processor of its own
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
-MOST_LINES = {"chat": 160}  # others have 80
+MOST_LINES = {"chat": 160, "vision": 90}  # others have 80
 STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = run_all  # dataclasses look there
 spec.loader.exec_module(run_all)
+from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
 
 pytestmark = [
     pytest.mark.usefixtures("trainable_linears", "quiet_loading", "switched_off"),
@@ -109,38 +117,118 @@ def factors(adapter, *, trained=True):
     for key, value in tensors.items():
         if "lora_B" in key and trained:
             assert bool(value.any()), f"{key} was not trained"
-    return {key.split(".lora_")[0].rpartition(".")[2] for key in tensors}
+    return {re.split(r"\.(?:lora_|token_adapter)", key)[0].rpartition(".")[2] for key in tensors}
 
 
 def test_every_recipe_is_short_and_run_here():
     scripts = {file.stem: file for file in FOLDER.glob("*.py")}
-    assert set(scripts) - {"run_all", *PARALLEL, *PLUGINS} == set(run_all.RECIPES)
+    known = {"run_all", *PARALLEL, *PLUGINS, *OWN, *run_all.RECIPES}
+    assert set(scripts) == known
     for name, file in scripts.items():
         lines = file.read_text(encoding="utf-8").splitlines()
         most = MOST_LINES.get(name, 80)
         assert name == "run_all" or len(lines) <= most, f"{name}: {len(lines)} lines"
 
 
-LATENT = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts", "base_layer"}
-SHARED = {"gate_proj", "up_proj", "down_proj"}  # of shared experts, and of the dense layer
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "layers"),
     [
-        *((name, "nf4", ALL) for name in ("qwen3_24gb", "mixtral", "glm_air_80gb", "offload")),
+        *((name, "nf4", ALL) for name in ("qwen3_24gb", "offload")),
+        ("continued", "nf4", ALL | {"embed_tokens", "lm_head"}),
         ("gpt_oss", "mxfp4", {"experts", "base_layer", "q_proj"}),  # The checkpoint's own codes
-        ("deepseek", "nf4", LATENT | SHARED),
     ],
 )
 def test_attention_and_experts(name, kind, layers, folder, tmp_path, monkeypatch, evaluated):
     model = run(name, folder, tmp_path, monkeypatch)["model"]
     packed = [parametrize.read_packed(*found[1:]) for found in parametrize.iter_packed(model)]
-    assert len(packed) == (2 if name == "glm_air_80gb" else 4)  # A dense layer first
+    assert len(packed) == 4
     assert {weight.kind for weight in packed} == {kind}
     found = factors(tmp_path)
     assert found == ALL if layers is ALL else layers <= found
-    assert evaluated() == 3  # before, at half of two steps, and after
+    assert evaluated() == (2 if name == "continued" else 3)  # before, and after each step
+
+
+def test_text_of_gemma_4(folder, tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    sizes = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
+    tiny_model("gemma4_text", **sizes).save_pretrained(model)
+    write_tokenizer(model)
+    run("qwen3_24gb", folder, tmp_path, monkeypatch, model=model)
+    assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
+
+
+class PictureProcessor:
+    """Qwen3-VL's processor as far as pictures go: its videos need torchvision."""
+
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        sizes = {"shortest_edge": 32 * 32, "longest_edge": 64 * 64}
+        self.pictures = Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, size=sizes)
+
+    def apply_chat_template(self, chat, **_):
+        text, seen = "", []
+        for message in chat:
+            for part in message["content"]:
+                if part["type"] == "image":
+                    seen.append(self.pictures([part["image"]], return_tensors="pt"))
+                    text += "<|image|>" * (int(seen[-1]["image_grid_thw"][0].prod()) // 4)
+                else:
+                    text += part["text"]
+            text += "<|end|>"
+        ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
+        image = self.tokenizer.convert_tokens_to_ids("<|image|>")
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image).long()}
+        keys = ("pixel_values", "image_grid_thw")
+        return inputs | {key: torch.cat([one[key] for one in seen]) for key in keys}
+
+    def save_pretrained(self, folder):
+        self.tokenizer.save_pretrained(folder)
+
+    def decode(self, ids, **_):
+        return self.tokenizer.decode(ids)
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """The folder of a tiny Qwen3-VL-MoE, and a file of questions about pictures."""
+    model = tmp_path / "model"
+    tokenizer = write_tokenizer(model)
+    tokenizer.add_tokens("<|image|>")
+    tokenizer.save_pretrained(model)
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    vision, text = {"deepstack_visual_indexes": [0]}, {"vocab_size": 300}
+    ids = {"image_token_id": image, "vision_start_token_id": 298, "video_token_id": 299}
+    tiny_model("qwen3_vl_moe", text_config=text, vision_config=vision, **ids).save_pretrained(model)
+    rows = [{"image": f"{i}.png", "question": "How red?", "answer": f" {i}"} for i in range(12)]
+    for i, row in enumerate(rows):
+        Image.new("RGB", (48, 48), (20 * i, 0, 0)).save(tmp_path / row["image"])
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", PictureProcessor)
+    return str(model), str(data)
+
+
+@pytest.mark.parametrize("form", ["script", "notebook"])
+def test_vision(form, pictures, tmp_path, monkeypatch, evaluated):
+    (folder, data), out = pictures, tmp_path / "out"
+    if form == "script":
+        arguments = [data, str(out), "--model", folder, "--seq", "64", "--steps", str(STEPS)]
+        monkeypatch.setattr(sys, "argv", ["vision", *arguments])
+        found = runpy.run_path(str(FOLDER / "vision.py"))
+        assert evaluated() == 3
+    else:
+        cells = [c.source for c in notebook("vision").cells if c.cell_type == "code"]
+        settings = {"MODEL": folder, "DATA": data, "OUT": str(out), "STEPS": STEPS}
+        cells[0] = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
+        exec("\n".join(cells), found := {})  # noqa: S102 - the notebook's own code
+    assert factors(out) == ALL
+    model = found["model"]
+    assert len(list(parametrize.iter_packed(model))) == 4
+    tower = [m for n, m in model.named_modules() if ".visual." in n and isinstance(m, nn.Linear)]
+    assert tower and {type(layer) for layer in tower} == {nn.Linear}
+    row = json.loads(Path(data).read_text().splitlines()[-1])
+    labels = found["collate"]([row])["labels"][0]
+    assert found["processor"].tokenizer.decode(labels[labels >= 0]) == " 11<|end|>"
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -229,8 +317,8 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def notebook():
-    return nbformat.read(FOLDER / "quickstart.ipynb", as_version=4)
+def notebook(name="quickstart"):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
 def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from common import append_row, environment, parser_of, recompute, release, synch
 from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
@@ -74,6 +76,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--memory", type=float, default=None, help="GiB that each GPU may use")
+    parser.add_argument("--reshard", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--prefetch", type=int, default=0, help="layers that FSDP2 gathers ahead")
+    parser.add_argument("--prepare", default=None, help="memory of prepare_training, as 70GiB")
+    parser.add_argument("--profile", default=None, help="a file for rank 0's kernels of a step")
     options = parser.parse_args()
     options.seq = options.seq or (32 if options.tiny else 4096)
     options.engines = words_of(parser, "--engines", options.engines, ENGINES)
@@ -131,7 +137,8 @@ def _run(
     vocabulary = config.get_text_config().vocab_size
     seconds: list[float] = []
     losses: list[float] = []
-    for step in range(options.warmup + options.steps):
+
+    def run(step: int) -> Any:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         shape = (options.micro_batch, options.seq)
         ids = torch.randint(vocabulary, shape, generator=generator).to(device)
@@ -152,6 +159,9 @@ def _run(
         losses.append(float(mean) / ranks)
         if rank == 0:
             print(f"step {step}: {seconds[-1]:.3f} s, host {host:.3f} s, {losses[-1]:.4f}")
+
+    for step in range(options.warmup + options.steps):
+        run(step)
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
     kept = sorted(seconds[options.warmup :])
@@ -162,7 +172,22 @@ def _run(
     figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
     if cuda:
         figures["train_peak_gb"] = torch.cuda.max_memory_allocated(device) / GB
+    if options.profile:
+        _profile(run, options.profile if rank == 0 else None)
     return figures
+
+
+def _profile(step: Callable[[int], Any], path: str | None) -> None:
+    """Write the kernels of a step by their time, and a trace beside it, where there is a path."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step(0)
+        torch.cuda.synchronize()
+    if path is not None:
+        found.export_chrome_trace(f"{path}.json.gz")
+        table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
+        Path(path).write_text(table)
 
 
 def _local(parameter: Any) -> Any:
@@ -178,6 +203,9 @@ def _whole(
     moe_qlora.quantize_experts(model, quantization())
     torch.manual_seed(1)
     model = whole_model.adapt("ours", model, options)
+    if options.prepare:
+        sizes = {"batch_size": options.micro_batch, "seq_len": options.seq}
+        print(moe_qlora.prepare_training(model, **sizes, memory=options.prepare), flush=True)
     if engine == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         wrap = nn.parallel.DistributedDataParallel
@@ -187,7 +215,7 @@ def _whole(
         from moe_qlora.distributed.sharding import shard_model
 
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-        shard_model(model, mesh, reshard_after_forward=True)
+        shard_model(model, mesh, reshard_after_forward=options.reshard)
     return model, model
 
 
@@ -213,8 +241,22 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     dtypes = dict.fromkeys(rows.disk, model.dtype)
     fill = Fill(model, spec, rows, dtypes, bnb_config, shards=True)
     fill.pack(DiskLayout(model, rows.disk, []))
-    more = {"reshard_after_forward": True}, {"autocast_adapter_dtype": False}
-    return (shard_and_fill(fill, mesh, lora, None, *more),) * 2
+    more = {"reshard_after_forward": options.reshard}, {"autocast_adapter_dtype": False}
+    model = shard_and_fill(fill, mesh, lora, None, *more)
+    if options.prefetch:
+        _prefetch(model, options.prefetch)
+    if options.prepare:
+        sizes = {"batch_size": options.micro_batch, "seq_len": options.seq}
+        print(moe_qlora.prepare_training(model, **sizes, memory=options.prepare), flush=True)
+    return model, model
+
+
+def _prefetch(model: Any, ahead: int) -> None:
+    """Gather the next layers while one computes, forward and back."""
+    layers = [m for m in model.modules() if isinstance(m, FSDPModule)][1:]
+    for i, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
 
 
 class _RandomRows(Checkpoint):
@@ -242,6 +284,12 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
     row |= {"layers": config.get_text_config().num_hidden_layers}
     row |= {"micro_batch": options.micro_batch}
     row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
+    for name, is_set in (
+        ("gathered once", not options.reshard),
+        (f"prefetch={options.prefetch}", options.prefetch),
+        (f"prepare_training {options.prepare}", options.prepare),
+    ):
+        row["note"] += f", {name}" if is_set else ""
     if options.memory:
         row["note"] += f", each GPU held to {options.memory:g} GiB"
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}

@@ -101,8 +101,8 @@ def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torc
     return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
+def write_tokenizer(folder: Path) -> Any:
+    """Save and return a tokenizer of bytes, with a chat template that marks replies."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,12 +110,10 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
+    marks = {"eos_token": "<|end|>", "pad_token": "<|pad|>", "chat_template": CHAT_TEMPLATE}
+    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks)
+    saved.save_pretrained(folder)
+    return saved
 
 
 def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:
