@@ -139,10 +139,9 @@ def _show(report: MemoryPlan, out: Console, command: str) -> None:
     loading = f"{human_bytes(report.load_peak)} at most while loading"
     said = [f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}{loading}."]
     if hosting is not None:
-        most = hosting.most
-        times = hosting.copies(most), hosting.waiting(most, {}), hosting.computing({})
-        rest = f"{human_bytes(hosting.slots)} of slots on the device{copies_sentence(*times)}"
-        held = human_bytes(hosting.host_nbytes(most))
+        times = copies_sentence(*hosting.times(hosting.most, {}))
+        rest = f"{human_bytes(hosting.slots)} of slots on the device{times}"
+        held = human_bytes(hosting.host_nbytes(hosting.most))
         said.append(f"Packed experts: {held} in host memory, {rest}.")
     said.append(
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "

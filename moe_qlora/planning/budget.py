@@ -79,11 +79,12 @@ class BlockTensor:
     row_numel: int  # Elements in a row
     itemsize: int
     parameter: bool = True  # A buffer is never split
+    padding: int = 0  # Rows that are there in runs of several ranks alone
 
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return self.rows * self.row_numel
+        return (self.rows - self.padding) * self.row_numel
 
     @property
     def nbytes(self) -> int:
@@ -161,9 +162,8 @@ class Engine:
     ranks: int  # How many ranks hold the model together, each with data of its own
 
     def _on_rank(self, tensor: BlockTensor) -> BlockTensor:
-        if self.name != "fsdp" or not tensor.parameter:
-            return tensor
-        return replace(tensor, rows=cdiv(tensor.rows, self.ranks))
+        parts = self.ranks if self.name == "fsdp" and tensor.parameter else 1
+        return replace(tensor, rows=cdiv(tensor.rows, parts), padding=0)
 
     def on_rank(self, block: Block) -> Block:
         """Return what one rank holds of a block."""

@@ -126,10 +126,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """All choices that there are for a model.
-
-    `saved` is the part of each decoder layer's recomputation that it does not need.
-    """
+    """All choices that there are for a model."""
 
     active: Mapping[str, int]  # Weights times tokens of each decoder layer, in the model's order
     seq: int
@@ -207,11 +204,9 @@ class Choices:
             peak,
             needed,
             memory,
-            gain=self.step(self.most, {}) / self.step(choice.host, saved),
-            host=self.host_nbytes(choice.host) if self.most else None,
-            copies=self.copies(choice.host),
-            waiting=self.waiting(choice.host, saved),
-            computing=self.computing(saved),
+            self.step(self.most, {}) / self.step(choice.host, saved),
+            self.host_nbytes(choice.host) if self.most else None,
+            *self.times(choice.host, saved),
         )
 
     def hosted(self, count: int) -> tuple[ExpertLayer, ...]:
@@ -231,37 +226,26 @@ class Choices:
         """Return the bytes of host memory."""
         return sum(layer.slot for layer in self.hosted(count))
 
-    def copies(self, count: int) -> float:
-        """Return the seconds that the copies of a step take."""
-        return sum(self._copied(count))
+    def times(self, count: int, saved: Mapping[str, float]) -> tuple[float, float, float]:
+        """Return seconds of a step: of copies, of those that computing does not hide, of computing.
 
-    def computing(self, saved: Mapping[str, float]) -> float:
-        """Return the seconds that decoder layers compute in a step."""
-        each = self._seconds.items()
-        return sum(took * (1 - _RECOMPUTED * saved.get(name, 0.0)) for name, took in each)
-
-    def waiting(self, count: int, saved: Mapping[str, float]) -> float:
-        """Return the seconds of copies that computing does not hide."""
-        forward = backward = 0.0
-        for layer in self.hosted(count):
-            seconds = self._seconds.get(layer.name, 0.0)
-            forward += seconds * _RECOMPUTED
-            backward += seconds * (1 - _RECOMPUTED - _RECOMPUTED * saved.get(layer.name, 0.0))
-        copied, again = self._copied(count)
-        return max(copied - forward, 0.0) + max(again - backward, 0.0)
+        `saved` is the part of each decoder layer's recomputation that it does not need.
+        """
+        hosted = self.hosted(count)
+        copies = [layer.slot / self.pace.link for layer in hosted]
+        forward, backward = sum(copies[SLOTS:]), sum(copies[: max(count - SLOTS, 0)])
+        took = {name: 6 * max(weights, 1) / self.pace.rate for name, weights in self.active.items()}
+        again = {name: _RECOMPUTED * saved.get(name, 0.0) for name in took}
+        computing = sum(seconds * (1 - again[name]) for name, seconds in took.items())
+        names = [layer.name for layer in hosted if layer.name in took]
+        waiting = max(forward - sum(took[name] * _RECOMPUTED for name in names), 0.0)
+        beside = sum(took[name] * (1 - _RECOMPUTED - again[name]) for name in names)
+        waiting += max(backward - beside, 0.0)
+        return forward + backward, waiting, computing
 
     def step(self, count: int, saved: Mapping[str, float]) -> float:
         """Return the seconds of a step."""
-        return self.computing(saved) + self.waiting(count, saved)
-
-    @cached_property
-    def _seconds(self) -> dict[str, float]:
-        return {name: 6 * max(count, 1) / self.pace.rate for name, count in self.active.items()}
-
-    def _copied(self, count: int) -> tuple[float, float]:
-        """Return the seconds of a forward's copies, and of a backward's."""
-        each = [layer.slot / self.pace.link for layer in self.hosted(count)]
-        return sum(each[SLOTS:]), sum(each[: max(count - SLOTS, 0)])
+        return sum(self.times(count, saved)[1:])
 
 
 def slots_nbytes(layers: Sequence[ExpertLayer]) -> int:

@@ -167,11 +167,11 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     in_rows = part.linear and not codec_of(weight.kind).in_quant_state
     rows = weight.shape[0] if in_rows else weight.codes.nbytes
     yield BlockTensor(kind, rows, weight.codes.nbytes // rows, 1)
-    nested = weight.nested
-    tables = {id(weight.table), *([] if nested is None else [id(nested.table)])}
-    for tensor in weight.statistics:
-        name = "statistics" if part.linear else "expert statistics"
-        yield BlockTensor(name, tensor.nbytes, 1, 1, parameter=id(tensor) not in tables)
+    kind = "statistics" if part.linear else "expert statistics"
+    for name, bits in (bits_of(weight) if weight.statistics else {}).items():
+        # Behind the offset of double quantization
+        padding = 12 if name == "nested" else 0
+        yield BlockTensor(kind, bits.nbytes, 1, 1, name != "tables", padding)
 
 
 def block_modules(model: Any) -> dict[str, nn.Module]:

@@ -138,13 +138,13 @@ def test_copies_are_those_of_a_walk_with_two_slots(sizes, link, saved):
     for count in range(len(sizes) + 1):
         there = sizes[len(sizes) - count :]
         forward, backward = copies_of_a_step(there)
-        assert choices.copies(count) * link == pytest.approx(forward + backward)
+        copies, waiting, computing = choices.times(count, kept)
+        assert copies * link == pytest.approx(forward + backward)
         assert choices.freed(count) == sum(there) - min(2, count) * max(there, default=0)
         waits = max(forward / link - 0.26 * count, 0)
         waits += max(backward / link - (0.74 - 0.26 * saved) * count, 0)
-        assert choices.waiting(count, kept) == pytest.approx(waits)
-        computes = len(sizes) * (1 - 0.26 * saved)
-        assert choices.step(count, kept) == pytest.approx(computes + waits)
+        assert waiting == pytest.approx(waits)
+        assert computing == pytest.approx(len(sizes) * (1 - 0.26 * saved))
 
 
 def test_one_sentence_says_what_is_kept_and_what_copies_cost():
