@@ -26,7 +26,7 @@ _COUNTED = "moe_qlora_counted"
 
 def eager_attention(model: Any) -> str | None:
     """Return a sentence if a model's attention is eager and may be flex."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     eager = getattr(text, "_attn_implementation", None) == EAGER
     # Attributes of its class decide, in transformers too.

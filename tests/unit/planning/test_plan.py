@@ -400,3 +400,8 @@ def test_models_that_are_none():
     )
     with pytest.raises(moe_qlora.ConfigError, match="has adapters already"):
         plan(wrapped)
+
+
+def test_layers_that_cannot_be_computed_again_are_a_note():
+    made = plan(tiny_config("diffusion_gemma_text"), seq=64, gpus="24GiB", search=False)
+    assert made.fit is None and "What layers can keep of their activations" in made.notes[-1]

@@ -127,3 +127,11 @@ def test_liger_knows_the_models_that_its_loss_is_taken_for():
 
     lacking = {"deepseek_v2"} if installed_version("liger-kernel") == "0.8.4" else set()
     assert {name for name in model_types() if name in KNOWN} == LIGER_LOSS - lacking
+
+
+def test_a_model_without_experts_is_searched_too():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    made = plan("1GiB", LlamaConfig(vocab_size=64, **sizes, dtype="bfloat16"))
+    assert made.fits and made.best.settings.targets == "attention"
