@@ -78,8 +78,7 @@ class ExpertParam:
     """One fused expert weight: a parameter that stacks the matrices of a layer's experts.
 
     Attributes:
-        name: Full dotted name, `module_name` + "." + `parameter_name`, as `named_parameters` gives
-            it on the unpacked model. A packed parameter keeps this name.
+        name: Full dotted name, `module_name` + "." + `parameter_name`, packed or not.
         module_name: Dotted name of the module that owns the parameter ("" for the model itself).
         parameter_name: Name on that module.
         shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)` or `(E * rows, columns)`.
@@ -88,9 +87,8 @@ class ExpertParam:
             orientation is unknown.
         transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes
             nor the module tell.
-        role: "gate_up" (both halves of a gated input projection), "gate",
-            "up", "down" (for non-gated experts "up" is the first projection and "down" the second,
-            attention experts included).
+        role: "gate_up" (both halves of a gated input projection), "gate", "up", "down" (without a
+            gate "up" is the first projection and "down" the second, of attention experts too).
         dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes
             from the registry.
         nbytes: Bytes of the tensor now (16-bit weights, or packed codes without statistics).

@@ -32,13 +32,11 @@ class VisibleConsole(Console):
         super().__init__(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape a string before its width is measured."""
         return super().render_str(visible(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape segments, also of ready-made texts."""
         for segment in super().render(renderable, options):
             text = segment.text if segment.control else visible(segment.text, keep="\n")
             yield segment._replace(text=text)

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .detection.detect import detect
-from .errors import (
-    ConfigError,
-    DetectionError,
-    QuantizationError,
-    UnsupportedWeightError,
-)
+from .errors import ConfigError, DetectionError, QuantizationError, UnsupportedWeightError
 from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
@@ -33,12 +28,7 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
-from .packing.selection import (
-    ALREADY_QUANTIZED,
-    QUANTIZED,
-    SKIPPED,
-    select_weights,
-)
+from .packing.selection import ALREADY_QUANTIZED, QUANTIZED, SKIPPED, select_weights
 from .packing.settings import CodecSettings
 from .progress import Progress, reporting
 from .world import offload
@@ -54,8 +44,7 @@ def quantize_experts(
     """Pack every expert weight of a built model, in place.
 
     Weights keep their names: `module.gate_up_proj` gives the dequantized tensor in its original
-    dtype. Calling it again changes nothing. Within `enabled(offload=True)` each packed weight goes
-    to host memory, as by `offload_experts(model)`.
+    dtype. A second call changes nothing. Within `enabled(offload=True)` weights go to host memory.
 
     Args:
         model: On the CPU, on a device, or spread over devices; each weight is packed on its device.
@@ -88,7 +77,7 @@ def quantize_experts(
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
-    selections = select_weights(model, layout, config, settings)
+    selections = select_weights(model, layout, settings)
     for param, status, _ in selections:
         if status == QUANTIZED:
             check_weight(param.name, _weight(model, param.name), settings)
@@ -98,17 +87,13 @@ def quantize_experts(
     served = finish_packing(model, layout, config, settings) if packed else set()
     if packed and asked().offload:
         offload(model)
-    slow = tuple(
-        SlowModule(
-            module.name,
-            module.class_name,
-            sum(p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters),
-        )
-        for module in layout.modules
-        if module.name in packed - served
-    )
+    slow = []
+    for module in layout.modules:
+        if module.name in packed - served:
+            sizes = (p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters)
+            slow.append(SlowModule(module.name, module.class_name, sum(sizes)))
     routers = tuple(router for router in layout.routers if router.plain_linear or router.packed)
-    return QuantizationReport(rows, slow, routers, layout.linear_experts)
+    return QuantizationReport(rows, tuple(slow), routers, layout.linear_experts)
 
 
 @dataclass(frozen=True)
@@ -117,16 +102,15 @@ class ReportRow:
 
     name: str  # Full dotted name
     status: str  # "quantized" (by this call), "already_quantized" or "skipped"
-    reason: str  # Why it was skipped, or which tool had quantized it; or ""
+    reason: str  # Why it was skipped; or ""
     bytes_before: int  # Bytes before the call
     bytes_after: int  # Bytes now, with statistics
 
 
 @dataclass(frozen=True)
 class SlowModule:
-    """An experts module that the package's own experts forward does not serve.
+    """An experts module with a forward of its own, or packed by another tool.
 
-    Its class does not dispatch through transformers' experts interface, or another tool packed it.
     The layer's dequantized weights are alive while it runs, and until its backward has run.
     """
 
@@ -137,20 +121,12 @@ class SlowModule:
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """The outcome of one `quantize_experts` call.
+    """The outcome of one `quantize_experts` call."""
 
-    Attributes:
-        rows: One for each distinct expert parameter, in the model's order.
-        slow_modules: Modules with packed weights that dequantize a whole layer at a time.
-        linear_routers: Routers that are plain Linear layers, which bitsandbytes packs with all
-            others when it loads a model, unless `llm_int8_skip_modules` names them.
-        linear_experts: Experts that are lists of Linear layers, which bitsandbytes packs itself.
-    """
-
-    rows: tuple[ReportRow, ...] = ()
-    slow_modules: tuple[SlowModule, ...] = ()
-    linear_routers: tuple[Router, ...] = ()
-    linear_experts: tuple[LinearExperts, ...] = ()
+    rows: tuple[ReportRow, ...] = ()  # One for each distinct expert parameter, in model order
+    slow_modules: tuple[SlowModule, ...] = ()  # They dequantize a whole layer at a time
+    linear_routers: tuple[Router, ...] = ()  # Plain Linear layers, which bitsandbytes packs
+    linear_experts: tuple[LinearExperts, ...] = ()  # Lists of Linear layers: bitsandbytes' too
 
     @property
     def quantized(self) -> tuple[ReportRow, ...]:
@@ -192,27 +168,16 @@ class QuantizationReport:
             worst = max(module.decoded_bytes for module in self.slow_modules)
             classes = ", ".join(sorted({module.class_name for module in self.slow_modules}))
             lines.append(
-                f"{len(self.slow_modules)} modules ({classes}) do not run through this "
-                f"package's experts forward and decode a whole layer at a time: up to "
-                f"{human_bytes(worst)} a layer, kept for backward without gradient checkpointing."
+                f"{len(self.slow_modules)} modules ({classes}) have a forward of their own and "
+                f"decode a whole layer, up to {human_bytes(worst)}, kept for backward without "
+                "gradient checkpointing."
             )
-        packed = [router.name for router in self.linear_routers if router.packed]
-        plain = [router.name for router in self.linear_routers if not router.packed]
-        if packed:
-            lines.append(
-                f"Routers that bitsandbytes has packed with the other Linear layers: "
-                f"{_patterns(packed)}; name them in llm_int8_skip_modules to keep them whole."
-            )
-        if plain:
-            lines.append(
-                f"Routers that are plain Linear layers: {_patterns(plain)}; bitsandbytes packs "
-                "them when it loads this model, unless llm_int8_skip_modules names them."
-            )
-        if self.linear_experts:
-            names = _patterns([experts.name for experts in self.linear_experts])
-            lines.append(
-                f"Experts that are Linear layers, which bitsandbytes packs itself: {names}."
-            )
+        for packed, verb in ((True, "has packed"), (False, "packs when it loads the model")):
+            if names := [one.name for one in self.linear_routers if one.packed == packed]:
+                cure = "unless llm_int8_skip_modules names them"
+                lines.append(f"Routers that bitsandbytes {verb}, {cure}: {_patterns(names)}.")
+        if names := [experts.name for experts in self.linear_experts]:
+            lines.append(f"Linear experts, which bitsandbytes packs itself: {_patterns(names)}.")
         return "\n".join(lines)
 
 
@@ -234,14 +199,11 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
         names = listed([experts.name for experts in layout.linear_experts])
         raise DetectionError(
             f"The model's experts are lists of Linear layers ({names}), which bitsandbytes packs "
-            "itself: load the model with the BitsAndBytesConfig instead of calling this, and name "
-            "them in target_modules for LoRA."
+            "as it loads the model with the config; for LoRA name them in target_modules."
         )
     seen = listed([f"{item.name}: {item.reason}" for item in layout.rejected], separator="; ")
-    looked = f" What looked like one: {seen}." if seen else ""
-    raise DetectionError(
-        "The model holds no expert weights; pass missing_ok=True where that is expected." + looked
-    )
+    said = "The model holds no expert weights; pass missing_ok=True where that is expected."
+    raise DetectionError(f"{said} What looked like one: {seen}." if seen else said)
 
 
 def _check_config(model: nn.Module, settings: CodecSettings) -> None:
@@ -255,8 +217,6 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
     if conflict is not None:
         raise ConfigError(f"The quantization config cannot be followed: {conflict}.")
     for module_name, module, leaf in parametrize.iter_packed(model):
-        if parametrize.is_foreign(module, leaf):
-            continue
         own, asked = CodecSettings.of(parametrize.read_packed(module, leaf)), settings.describe()
         if not own.codec.is_kept and own.describe() != asked:
             raise ConfigError(

@@ -69,14 +69,9 @@ def load(model_type: str) -> RegistryEntry:
         )
     data = json.loads((_folder() / f"{model_type}.json").read_bytes())
     return RegistryEntry(
-        model_type=model_type,
-        class_name=data["class"],
-        transformers=data["transformers"],
-        experts=tuple(data["experts"]),
-        tiny_config=data["tiny_config"],
-        published_config=data["published"]["config"],
-        checkpoints=data["checkpoints"],
-    )
+        model_type, data["class"], data["transformers"], tuple(data["experts"]),
+        data["tiny_config"], data["published"]["config"], data["checkpoints"],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +105,13 @@ def checkpoint_named(name: str) -> KnownCheckpoint | None:
     "Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", "mixtral-8x7b".
     """
     plain = _plain(name)
-    exact, starts = [], []
-    for known in checkpoints():
-        names = (_plain(known.name), _plain(known.short))
-        if plain in names:
-            exact.append(known)
-        elif any(one.startswith(f"{plain}-") for one in names):
-            starts.append(known)
-    found = exact or starts
+    names = [(known, (_plain(known.name), _plain(known.short))) for known in checkpoints()]
+    found = [known for known, both in names if plain in both]
+    found = found or [k for k, both in names if any(n.startswith(f"{plain}-") for n in both)]
     sizes = [(known.model_type, known.config) for known in found]
     if not sizes or sizes.count(sizes[0]) < len(sizes):
         return None
     return min(found, key=lambda known: len(known.name))
-
-
-def near_checkpoints(name: str) -> list[str]:
-    """Return short names of checkpoints that begin with an ambiguous name."""
-    return [known.short for known in checkpoints() if known.short.startswith(f"{_plain(name)}-")]
 
 
 def _plain(name: str) -> str:

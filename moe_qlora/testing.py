@@ -145,9 +145,7 @@ def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
 
 
 def fill_randomly(
-    model: nn.Module,
-    device: torch.device,
-    each: Callable[[str, nn.Module], None] | None = None,
+    model: nn.Module, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
 ) -> nn.Module:
     """Give a model on meta its own random initialization on a device, in place, and return it.
 
@@ -275,13 +273,9 @@ def _rank_main(
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    distributed.init_process_group(
-        "gloo",
-        init_method=(Path(folder) / "store").as_uri(),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
+    store = (Path(folder) / "store").as_uri()
+    how: dict[str, Any] = {"rank": rank, "world_size": world_size}
+    distributed.init_process_group("gloo", store, timedelta(seconds=120), **how)
     try:
         result = getattr(module, target[1])(rank, world_size, *args)
         torch.save(result, Path(folder) / f"{rank}.pt")

@@ -21,7 +21,6 @@ class Range(NamedTuple):
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
     def includes(self, installed: str) -> bool:
-        """Return whether a version is of one of these series, or of one between them."""
         last = release_of(self.last)
         return release_of(self.first) <= release_of(installed)[: len(last)] <= last
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, Field
@@ -140,12 +140,10 @@ def _check_regex(value: Any) -> Any:
 _Pattern = Annotated[str, AfterValidator(_check_regex)]
 # Strict: PEFT takes a value as it is, so that "no" is true.
 _Flag = Annotated[bool, Field(strict=True)] | None
-_Integer = Annotated[int, Field(strict=True)]
 _Rank = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
 _Alpha = Annotated[
     float, Field(strict=True, ge=0, le=torch.finfo(torch.float32).max, allow_inf_nan=False)
 ]
-_Dropout = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 _Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
@@ -164,10 +162,7 @@ class LoraSettings:
     fan_in_fan_out: _Flag = None
     inference_mode: _Flag = None
     ensure_weight_tying: _Flag = None
-    bias: Literal["none", "all", "lora_only"] | None = None
-    lora_dropout: _Dropout | None = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
-    layers_to_transform: list[_Integer] | _Integer | None = None
     base_model_name_or_path: str | None = None
     trainable_token_indices: _Tokens | dict[str, _Tokens] | None = None
 
@@ -249,9 +244,6 @@ def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
     ]
 
 
-_Pair = dict[str, str]  # keys of one LoRA layer: "A", "B", or "Aembedding", "Bembedding"
-
-
 class Updates:
     """The changes of an adapter to the parameters of a tied meta model, or of its new `head`."""
 
@@ -286,7 +278,8 @@ class Updates:
             raise AdapterError(f"{adapter.folder / WEIGHTS} holds no tensor.")
 
     def _resolve(self) -> None:
-        pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and length of wrappers
+        # by unwrapped path and length of wrappers: keys of one LoRA layer by "A", "B", "Aembedding"
+        pairs: dict[str, dict[int, dict[str, str]]] = {}
         tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         for key in self._file:
             name = key.removeprefix(PREFIX)
@@ -300,7 +293,7 @@ class Updates:
             else:
                 self._replace(key, plain)
         for path, by_depth in pairs.items():
-            self._place(path, by_depth)
+            self._place(path, [by_depth[depth] for depth in sorted(by_depth, reverse=True)])
         for path, key in tokens.items():
             self._place_tokens(path, key)
         if self._adapter.settings.trainable_token_indices and not tokens:
@@ -338,8 +331,7 @@ class Updates:
         delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
         self.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
-    def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
-        pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
+    def _place(self, path: str, pairs: list[dict[str, str]]) -> None:
         first = next(iter(pairs[-1].values()))
         module_name = self._known(path, self._modules)
         if module_name is None:
@@ -351,11 +343,8 @@ class Updates:
         is_regex = isinstance(self._adapter.settings.target_parameters, str)
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
-            hits = {
-                target
-                for target in self._targets
-                if (re.fullmatch(target, full) if is_regex else f".{full}".endswith(f".{target}"))
-            }
+            matches = partial(re.fullmatch, string=full) if is_regex else f".{full}".endswith
+            hits = {one for one in self._targets if matches(one if is_regex else f".{one}")}
             if hits and f"{module_name}.{name}" in self._shapes:
                 named.append(name)
                 self._matched |= hits
@@ -371,7 +360,7 @@ class Updates:
             target = f"{path}.{parameter}" if parameter in named else path
             self._add(pair, target, module, f"{module_name}.{parameter}")
 
-    def _add(self, pair: _Pair, target: str, module: nn.Module, name: str) -> None:
+    def _add(self, pair: dict[str, str], target: str, module: nn.Module, name: str) -> None:
         # patterns of the config match `target`
         leaf = "embedding" if "Aembedding" in pair else ""
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
@@ -383,10 +372,8 @@ class Updates:
             raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")
         experts = shape[0] if len(shape) == 3 else 0
         flip = bool(leaf) or type(module).__name__ == "Conv1D"
-        if experts:
-            flip = bool(getattr(module, "is_transposed", False))
-        rows, columns = shape[-2:]
-        out, inner = (columns, rows) if flip else (rows, columns)
+        flip = bool(getattr(module, "is_transposed", False)) if experts else flip
+        out, inner = shape[-2:][:: -1 if flip else 1]
         wanted = ((max(experts, 1) * rank, inner), (out, rank * max(experts, 1)))
         stored = tuple(self._file.info(key).shape for key in (a, b))
         if stored != wanted:

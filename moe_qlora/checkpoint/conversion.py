@@ -95,7 +95,11 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 
 
 class DiskLayout:
-    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`."""
+    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`.
+
+    With a `mapping`, only those whose parameters and keys `takes` is true of; `transposed` are
+    parameters that the model has the other way round than the disk.
+    """
 
     def __init__(
         self,
@@ -105,14 +109,10 @@ class DiskLayout:
         takes: Callable[[Collection[str], Collection[str]], bool] = lambda names, keys: True,
         transposed: Container[str] = (),
     ) -> None:
-        """Group all tensors, or by `mapping` those whose parameters and keys `takes` is true of.
-
-        `transposed` are parameters that the model has the other way round than the disk.
-        """
         self.model: Any = model
         state = model.state_dict()
         used = get_model_conversion_mapping(self.model) if mapping is None else mapping
-        self.groups = list(_groups(self.model, state, disk, used, takes))
+        self.groups = list(self._grouped(state, disk, used, takes))
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
@@ -127,40 +127,35 @@ class DiskLayout:
         if mapping is None:  # as `from_pretrained` notes what it used, which saving undoes
             self.model.__dict__["_weight_conversions"] = [one for one in used if one.was_used()]
 
-
-def _groups(
-    model: Any,
-    state: Mapping[str, Tensor],
-    disk: Disk,
-    mapping: list[Any],
-    takes: Callable[[Collection[str], Collection[str]], bool],
-) -> Iterator[Group]:
-    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    known = getattr(model, "base_model_prefix", ""), state
-    collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for key in sorted(disk, key=loading.dot_natural_key):
-        name, pattern = loading.rename_source_key(key, renamings, converters, *known)
-        if name not in state and key in state:
-            name, pattern = loading.rename_source_key(key, [], [], *known)
-        if name in state and pattern is not None:
-            _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
-            sources.setdefault(pattern, []).append(key)
-        elif takes([name], [key]):
-            shapes = {name: disk[key][0]} if name in state else {}
-            yield Group((key,), shapes, target=name if shapes else "")
-    for name, (converter, found) in collected.items():
-        first, *others = converter.target_patterns
-        names = [name, *(name.replace(first, other, 1) for other in others)]
-        matches = {pattern: tuple(keys) for pattern, keys in found.items()}
-        own = {key: disk[key] for keys in matches.values() for key in keys}
-        if takes(names, own.keys()):
-            whole = Group(tuple(own), {}, matches, name, converter, unit="")
-            made = convert(whole, blank(own), model)
-            shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
-            stored = {key: shape for key, (shape, _) in own.items()}
-            yield make_group(name, converter, matches, shapes, stored)
+    def _grouped(
+        self, state: Mapping[str, Tensor], disk: Disk, mapping: list[Any], takes: Any
+    ) -> Iterator[Group]:
+        renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        known = getattr(self.model, "base_model_prefix", ""), state
+        collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+        for key in sorted(disk, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(key, renamings, converters, *known)
+            if name not in state and key in state:
+                name, pattern = loading.rename_source_key(key, [], [], *known)
+            if name in state and pattern is not None:
+                _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
+                sources.setdefault(pattern, []).append(key)
+            elif takes([name], [key]):
+                shapes = {name: disk[key][0]} if name in state else {}
+                yield Group((key,), shapes, target=name if shapes else "")
+        for name, (converter, found) in collected.items():
+            first, *others = converter.target_patterns
+            names = [name, *(name.replace(first, other, 1) for other in others)]
+            matches = {pattern: tuple(keys) for pattern, keys in found.items()}
+            own = {key: disk[key] for keys in matches.values() for key in keys}
+            if takes(names, own.keys()):
+                whole = Group(tuple(own), {}, matches, name, converter, unit="")
+                made = convert(whole, blank(own), self.model)
+                shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
+                stored = {key: shape for key, (shape, _) in own.items()}
+                yield make_group(name, converter, matches, shapes, stored)
 
 
 def make_group(
@@ -190,17 +185,15 @@ def make_group(
     else:
         unit, each, rest = "row", {1}, operations
         alone = rows == {shape[0] for shape in disk.values() if shape}
-    alone = alone and all(map(_leaves_first_alone, rest))
+    for one in rest:  # which must leave the first dimension alone
+        if isinstance(one, loading.Transpose):
+            inner = not getattr(one, "check_dims", False) and min(one.dim0, one.dim1) > 0
+        else:
+            kinds = loading.Concatenate, loading.Chunk, loading.Interleave
+            inner = isinstance(one, kinds) and one.dim > 0
+        alone = alone and inner
     alone = alone and counts == each and len(rows) == 1 and 0 not in rows
     return Group(keys, shapes, sources, target, converter, unit=unit if alone else "")
-
-
-def _leaves_first_alone(operation: Any) -> bool:
-    if isinstance(operation, loading.Transpose):
-        dims = operation.dim0, operation.dim1
-        return not getattr(operation, "check_dims", False) and min(dims) > 0
-    kinds = loading.Concatenate, loading.Chunk, loading.Interleave
-    return isinstance(operation, kinds) and operation.dim > 0
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -208,7 +201,9 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
     if group.converter is None:
         # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
         names = group.shapes or group.keys
-        return dict.fromkeys(names, _swapped(tensors[group.keys[0]], group.swap))
+        tensor = tensors[group.keys[0]]
+        tensor = tensor.transpose(*group.swap).contiguous() if group.swap else tensor
+        return dict.fromkeys(names, tensor)
     values: dict[str, Any] = {
         pattern: [tensors[key] for key in keys if key in tensors]
         for pattern, keys in group.sources.items()
@@ -240,7 +235,7 @@ def restore(group: Group, values: Mapping[str, Tensor], model: Any) -> dict[str,
     """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
     if group.converter is None:
         (value,) = values.values()
-        return {group.keys[0]: _swapped(value, group.swap)}
+        return {group.keys[0]: value.transpose(*group.swap) if group.swap else value}
     return revert(model, values, group.target)
 
 
@@ -253,10 +248,6 @@ def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Ten
             f"transformers cannot write {name} as {type(model).__name__} has it on disk ({error})."
         ) from error
     return tensors
-
-
-def _swapped(tensor: Tensor, dims: tuple[int, int] | None) -> Tensor:
-    return tensor if dims is None else tensor.transpose(*dims).contiguous()
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -305,7 +296,6 @@ class Base:
         return any(map(self.checkpoint.is_dequantized, group.keys))
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Return rows of a parameter."""
         return self.values(self.layout.by_name[name], start, stop)[name]
 
     def first_rows(self, name: str) -> Tensor | None:
@@ -313,21 +303,23 @@ class Base:
         if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
             return None
         group = self.layout.by_name[known]
-        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        return self.rows(known, 0, last)
+        return self.rows(
+            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        )
 
-    def holds(self, name: str, tensor: Tensor) -> bool:
-        """Whether a parameter has the same bits as a tensor."""
-        parts = self.layout.by_name[name].slices()
-        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in parts)
+    def equals(self, name: str, other: str | Tensor) -> bool:
+        """Whether a parameter has the same bits as another, or as a tensor."""
+        return all(
+            same_bits(
+                self.rows(name, *part),
+                self.rows(other, *part) if isinstance(other, str) else other[slice(*part)],
+            )
+            for part in self.layout.by_name[name].slices()
+        )
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
-        return not all(
-            same_bits(self.rows(stored[0], *part), self.rows(name, *part))
-            for name in stored[1:]
-            for part in self.layout.by_name[name].slices()
-        )
+        return not all(self.equals(stored[0], name) for name in stored[1:])
 
     def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Give a parameter another shape in the merged folder; add a new one in this dtype."""
@@ -341,7 +333,6 @@ class Base:
         self.layout.groups.append(group)
 
     def close(self) -> None:
-        """Close the files."""
         self.checkpoint.close()
 
 
@@ -434,7 +425,6 @@ _NEVER = (
     *(".safetensors", INDEX_SUFFIX, ".bin.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
     *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
 )
-_FOLDERS = ("additional_chat_templates",)
 
 
 def auxiliary_files(source: Path) -> dict[Path, Path]:
@@ -442,10 +432,11 @@ def auxiliary_files(source: Path) -> dict[Path, Path]:
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
-        own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
-        if file.is_dir():
-            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)):
+        own = name in (CONFIG, MODELOPT_CONFIG) or bool(MANIFEST_NAME.fullmatch(name))
+        own = own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)
+        if name == "additional_chat_templates" and file.is_dir():
+            files += [file, *sorted(file.rglob("*"))]
+        elif not (own or file.is_dir()):
             files.append(file)
     for file in files:
         check_link(file, source)

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError, UnsupportedWeightError
+from ..errors import CheckpointError, UnsupportedWeightError, first_line
 from ..layout import dtype_name, parse_bytes
 from ..models.files import once, reading, size_of
 
@@ -107,6 +107,8 @@ class Checkpoint(dict[str, TensorInfo]):
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a tensor, or its rows `[start, stop)`, to a device (default: the CPU)."""
         info = self.info(key)
+        rows = info.shape[0] if info.shape else 1
+        first, last, _ = slice(start, stop).indices(rows)
         with reading(info.file):
             if info.file not in self._open:
                 mapped = self._stack.enter_context(safe_open(str(info.file), "pt"))
@@ -114,8 +116,6 @@ class Checkpoint(dict[str, TensorInfo]):
                 self._open[info.file] = mapped, handle.fileno()
             mapped, descriptor = self._open[info.file]
             if hasattr(os, "posix_fadvise"):  # the whole range at once, and not page by page
-                rows = info.shape[0] if info.shape else 1
-                first, last, _ = slice(start, stop).indices(rows)
                 row = info.nbytes // max(rows, 1)
                 place, length = info.offset + row * first, row * max(last - first, 0)
                 os.posix_fadvise(descriptor, place, length, os.POSIX_FADV_WILLNEED)
@@ -255,6 +255,7 @@ def file_facts(folder: Path) -> dict[str, str]:
 
 
 _PIECE = 4 << 20  # bytes written at once: twice as quick as a whole tensor from a GPU
+_ENDLESS = 1 << 62
 
 
 @contextmanager
@@ -287,8 +288,8 @@ def move_files(work: Path, folder: Path, last: str) -> None:
 
 def left_behind(target: Path) -> list[Path]:
     """List what interrupted saves, or one that still runs, have next to a target and inside it."""
-    places = (*_places(target, inside=False), *_places(target, inside=True))
-    return [path for path in places if os.path.lexists(path)]
+    places = (place for inside in (False, True) for place in _places(target, inside))
+    return [place for place in places if os.path.lexists(place)]
 
 
 def _places(target: Path, inside: bool) -> tuple[Path, Path]:
@@ -299,6 +300,8 @@ def _places(target: Path, inside: bool) -> tuple[Path, Path]:
 @contextmanager
 def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
     """Yield an empty staging folder next to a target or `inside` it; other writers are refused."""
+    import fcntl
+
     work, lock = _places(target, inside)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +309,21 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             # do not follow a link, nor wait for a pipe
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             stack.callback(os.close, handle)
-            _lock(handle, lock, target)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # a process that has just ended may have removed the file that is locked here
+                is_ours = lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+            except BlockingIOError:
+                is_ours = False
+            except OSError as error:
+                text = f"{target}'s file system has no locks ({error}): let one process write there"
+                warnings.warn(f"{text}.", UserWarning, stacklevel=2)
+                is_ours = True
+            if not is_ours:
+                raise CheckpointError(
+                    f"Another process is writing to {target}: wait for it, or name another folder. "
+                    "In a distributed run, pass is_main_process=False in all processes but one."
+                )
             stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
                 shutil.rmtree(work)  # which refuses a link
@@ -314,32 +331,10 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             yield work
     except (OSError, SafetensorError) as error:  # safetensors wraps those of the system
-        reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-        file = getattr(error, "filename", None)
-        at = f" ({os.fsdecode(file)})" if isinstance(file, (str, bytes)) else ""
         raise CheckpointError(
-            f"{target} cannot be written: {reason}{at}; make room there, or name another folder."
+            f"{target} cannot be written: {first_line(error)}; make room there, or name another "
+            "folder."
         ) from error
-
-
-def _lock(handle: int, lock: Path, target: Path) -> None:
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # a process that has just ended may have removed the file that is locked here
-        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
-            return
-    except BlockingIOError:
-        pass
-    except OSError as error:
-        text = f"{target}'s file system has no locks ({error}): let one process write there."
-        warnings.warn(text, UserWarning, stacklevel=2)
-        return
-    raise CheckpointError(
-        f"Another process is writing to {target}: wait for it, or name another folder. In a "
-        "distributed run, pass is_main_process=False in all processes but one."
-    )
 
 
 def absolute(path: str | Path) -> Path:
@@ -403,37 +398,34 @@ class ShardWriter:
     ) -> None:
         self._header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self._left: dict[str, tuple[int, int]] = {}  # bytes to be written: from, to
-        self._end = 0
+        self._end, self._used, self._room = 0, len(self._encoded()), room or _ENDLESS
         for key, (dtype, shape) in tensors.items():
-            self._add(key, self._entry(key, dtype, shape))
-        self._used = len(self._encoded())
-        self._room = self._used + -self._used % 8 if room is None else room
+            self._add(key, dtype, shape)
+        if room is None:
+            self._room = -(-len(self._encoded()) // 8) * 8
         self._file = path.open("xb")
 
     def _encoded(self) -> bytes:
         return json.dumps(self._header, separators=(",", ":")).encode()
 
-    def _entry(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:
-        """Return the header's entry of the tensor that would come next."""
+    def _add(
+        self, key: str, dtype: torch.dtype, shape: Sequence[int], limit: int = _ENDLESS
+    ) -> bool:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        span = [self._end, self._end + prod(shape) * dtype.itemsize]
-        return {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span}
-
-    def _add(self, key: str, entry: dict[str, Any]) -> None:
-        begin, self._end = entry["data_offsets"]
-        self._header[key], self._left[key] = entry, (begin, self._end)
+        span = self._end, self._end + prod(shape) * dtype.itemsize
+        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": list(span)}
+        used = self._used + len(json.dumps({key: entry}))
+        if self._left and (span[1] > limit or used > self._room):
+            return False
+        self._header[key], self._left[key], self._end, self._used = entry, span, span[1], used
+        return True
 
     def append(self, key: str, tensor: Tensor, limit: int) -> bool:
         """Write one more tensor if `limit` bytes of data and the header hold it, or it is alone."""
-        entry = self._entry(key, tensor.dtype, tensor.shape)
-        used = self._used + len(json.dumps({key: entry}))
-        if self._left and (entry["data_offsets"][1] > limit or used > self._room):
-            return False
-        self._used = used
-        self._add(key, entry)
-        self.write(key, tensor)
-        return True
+        if added := self._add(key, tensor.dtype, tensor.shape, limit):
+            self.write(key, tensor)
+        return added
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the next rows of a tensor, or all of it."""
@@ -465,8 +457,8 @@ def shard_limit(max_shard_size: int | str) -> int:
     """Return the bytes of a shard, given as a number or as "5GB"."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-        if limit < 1:
-            raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size: {limit} is no positive number of bytes.")
     return limit

@@ -2,9 +2,8 @@
 
 FORMAT.md in this folder specifies every file and key: config.json names the manifest (the "mark",
 under `moe_qlora`), which names the shards. A file's name changes with its content, so that a save
-into a folder never touches a file of the model that is there: renaming the new config.json over the
-old one turns the one into the other.
-Checksums find accidental damage; further checks cover all that decoding and loading rely on.
+into a folder never touches a file of the model that is there. Checksums find accidental damage;
+further checks cover all that decoding and loading rely on.
 """
 
 from __future__ import annotations
@@ -140,17 +139,14 @@ class Manifest:
         return 3 if self.native_codecs() else 2
 
     def to_bytes(self) -> bytes:
-        """Return the file's content."""
         given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
         return (json.dumps({"format_version": self.version, **given}, indent=1) + "\n").encode()
 
     @property
     def file_name(self) -> str:
-        """The name of the file, which its content decides."""
         return manifest_name(self.to_bytes())
 
     def config_bytes(self) -> bytes:
-        """Return the content of config.json, with the mark."""
         mark = Mark(self.id, self.file_name, next(iter(self.shards)), self.version)
         ours: dict[str, Any] = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
         text, classes = self.config.get("text_config"), self.config.get("architectures")
@@ -281,8 +277,7 @@ def read_manifest(folder: str | Path) -> Manifest | None:
     """Return the manifest that config.json names; None without a mark."""
     if (mark := _read_mark(folder := Path(folder))) is None:
         return None
-    file = inside(folder, mark.manifest)
-    raw = read_raw(file, MAX_JSON)
+    raw = read_raw(file := inside(folder, mark.manifest), MAX_JSON)
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     value = parse_json(file, raw)

@@ -2,10 +2,10 @@
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-The merged folder has the files, keys, shapes and dtypes of the original checkpoint. The model is
-built on meta. Memory use is one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the
-LoRA factors of its parameter; a parameter that transformers can only convert as a whole is read
-whole. Unchanged tensors are copied byte for byte.
+The merged folder has the files, keys, shapes and dtypes of the original checkpoint; unchanged
+tensors are copied byte for byte. Memory use is one slice (`conversion.SLICE_ELEMENTS` weights, or
+one expert) and the LoRA factors of its parameter; a parameter that transformers can only convert as
+a whole is read whole.
 
 A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the result again would lose
 most of the adapter. A delta of 1 % of a weight's norm has, after rounding to MXFP4, INT4 or NVFP4,
@@ -153,13 +153,9 @@ def merge_adapter(
 
 class _Merge:
     def __init__(
-        self,
-        base: Base,
-        adapter: Adapter,
-        training: TrainingCodec | None,
-        dtype: torch.dtype | None,
-        max_shard_size: int | str,
-    ) -> None:
+        self, base: Base, adapter: Adapter, training: TrainingCodec | None,
+        dtype: torch.dtype | None, max_shard_size: int | str,
+    ) -> None:  # fmt: skip
         self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
         head = _trained_head(adapter, base.model)
         added = {} if head is None else head.state_dict()
@@ -275,8 +271,8 @@ class _Merge:
         if training is None:
             return {}
         slots, dtypes = dict[str, Slot](), dict[str, torch.dtype]()
-        stored = base.disk[group.keys[0]][1]
-        dtype, settings = training.dtype or stored, training.settings
+        stored, settings = base.disk[group.keys[0]][1], training.settings
+        dtype = training.dtype or stored
         for name in group.shapes.keys() - self._updates.replacements.keys():
             if name in training:
                 linear = name in training.linears
@@ -288,7 +284,6 @@ class _Merge:
         return {name: replace(weight, dtype=dtypes[name]) for name, weight in weights}
 
     def write_config(self, folder: Path) -> None:
-        """Write config.json, and the index of several files."""
         base, config, text = self._base, read_json(self._base.folder / CONFIG), list[Any]()
         for part in parts_of(config):
             if not base.keeps_files:
@@ -402,7 +397,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             if name in replaced:
                 shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
                 own = file.read(replaced[name]).to(dtype)
-                if own.shape == shape and base.holds(stored[0], own):
+                if own.shape == shape and base.equals(stored[0], own):
                     del replaced[name]
         keys = [replaced[name] for name in names if name in replaced]
         if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it

@@ -25,14 +25,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -75,7 +73,9 @@ def _maker_config(config: Any) -> Any:
 
 def method_of(own: Any) -> str | None:
     """Return the method of a `quantization_config`, as `maker_method` does."""
-    own = _parse(_Mapping, own.to_dict() if hasattr(own, "to_dict") else own or {})
+    own = own.to_dict() if hasattr(own, "to_dict") else own or {}
+    if not isinstance(own, Mapping):
+        raise _unread(f"{own!r:.80}", "it is no object")
     method = str(own.get("quant_method") or "").lower()
     ours = method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit")
     if not own or ours:
@@ -91,54 +91,13 @@ def _unread(setting: str, why: str) -> CheckpointError:
     )
 
 
-def _parse(kind: Any, value: Any) -> Any:
-    """Return a setting as a type that pydantic checks."""
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"]))
-        raise _unread(f"{path} {first['input']!r:.80}".lstrip(), first["msg"]) from error
-
-
-_Mapping = dict[str, Any]
-_Size = Annotated[int, Field(strict=True, ge=1)]
-_Pair = Annotated[  # also as "16x32"
-    tuple[_Size, _Size] | None,
-    BeforeValidator(lambda v: [int(n) if n.isdigit() else n for n in v.split("x")]
-                    if isinstance(v, str) else v),
-]  # fmt: skip
-
-
-@checked(frozen=True)
-class _Weights:
-    type: Annotated[Literal["int", "float"], BeforeValidator(lambda v: str(v).lower())] = "int"
-    num_bits: Literal[4, 8] = 8
-    symmetric: Literal[True] | None = None
-    strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
-    group_size: _Size | Literal[-1] | None = None
-    block_structure: _Pair = None
-
-    def block(self) -> Block:
-        """Rows and columns of one scale."""
-        size = None if self.group_size == -1 else self.group_size
-        if self.strategy == "tensor" or (self.strategy, self.group_size) == (None, None):
-            return TENSOR
-        return self.block_structure or (1, None if self.strategy == "channel" else size)
-
-
-@checked(frozen=True)
-class _Group:
-    weights: Annotated[_Weights | None, BeforeValidator(lambda v: v or None)] = None
-
-
-@checked(frozen=True)
-class _Settings:
-    weight_block_size: _Pair = None
-    quant_algo: str | None = None
-    config_groups: dict[str, _Group] | None = None
-
-
+# Of a group's weights: the values that are read, first the one that is meant where none is given
+_READ: dict[str, tuple[Any, ...]] = {
+    "type": ("int", "float", "INT", "FLOAT"),
+    "num_bits": (8, 4),
+    "symmetric": (None, True),
+    "strategy": (None, "tensor", "channel", "group", "tensor_group", "block"),
+}
 # of modelopt, or how their names begin
 _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE")
 
@@ -147,31 +106,61 @@ class MakerConfig:
     """A `quantization_config` of a supported method; unsupported settings are refused by name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.method = method = method_of(config) or "bitsandbytes"
-        if method not in METHODS:
-            raise _unread(method, f"read are {', '.join(METHODS)}")
-        config = {**config, **_parse(_Mapping, config.get("quantization") or {})}
-        if method != COMPRESSED:  # modelopt's say less than its tensors
-            config.pop("config_groups", None)
-        own: _Settings = _parse(_Settings, config)
-        if method == MODELOPT and not str(own.quant_algo).upper().startswith(_ALGORITHMS):
-            raise _unread(f"quant_algo {own.quant_algo!r:.80}", "it is not known")
+        self.method = method_of(config) or "bitsandbytes"
+        self.words: set[tuple[int, int | None]] = set()  # bits of integers, columns of one scale
+        self.blocks: set[Block] = set()
+        if self.method not in METHODS:
+            raise _unread(self.method, f"read are {', '.join(METHODS)}")
+        try:
+            self._read({**config, **(config.get("quantization") or {})})
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _unread("a value of another type than its format has", f"{error}") from error
+
+    def _read(self, config: Mapping[str, Any]) -> None:
+        method, algorithm = self.method, str(config.get("quant_algo"))
+        if method == MODELOPT and not algorithm.upper().startswith(_ALGORITHMS):
+            raise _unread(f"quant_algo {algorithm!r:.80}", "it is not known")
         for key, field in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-            said = _parse(_Mapping, config.get(key) or {}).get(field)
+            said = (config.get(key) or {}).get(field)
             if said and said != "dense":
                 raise _unread(f"{key}.{field} {said!r:.80}", "weights are stored otherwise")
-        weights = [one.weights for one in (own.config_groups or {}).values() if one.weights]
-        self.words = {(one.num_bits, one.block()[1]) for one in weights if one.type == "int"}
-        self.blocks: set[Block] = {one.block() for one in weights}
-        if method == MXFP8 or own.weight_block_size:
-            self.blocks = {own.weight_block_size or (1, 32)}
+        # modelopt's groups say less than its tensors
+        groups = (config.get("config_groups") or {}) if method == COMPRESSED else {}
+        for name, group in groups.items():
+            if not (weights := group.get("weights")):
+                continue
+            for key, values in _READ.items():
+                if (value := weights.get(key, values[0])) not in values:
+                    said = f"config_groups.{name}.weights.{key} {value!r:.80}"
+                    raise _unread(said, f"read are {values}")
+            size = weights.get("group_size")
+            whole = weights.get("strategy") in (None, "tensor") and size is None
+            block = _sizes(weights.get("block_structure")) or (1, max(size or 0, 0) or None)
+            self.blocks.add(TENSOR if whole else block)
+            if weights.get("type", "int").lower() == "int":
+                self.words.add((weights.get("num_bits", 8), None if whole else block[1]))
+        size = _sizes(config.get("weight_block_size"))
+        if method == MXFP8 or size:
+            self.blocks = {size or (1, 32)}
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
+
+
+def _sizes(value: Any) -> tuple[int, int] | None:
+    """Return rows and columns of a block, given as [16, 32] or "16x32"."""
+    if not value:
+        return None
+    high, wide = map(int, value.split("x") if isinstance(value, str) else value)
+    if high < 1 or wide < 1:
+        raise ValueError(f"{value} is no block")
+    return high, wide
 
 
 # Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
 # is four times as many, which start fewer kernels.
 PIECE = 1 << 20
+# How codes are stored: bytes of a dtype, "e2m1" or "int4" two to a byte, or "words of int8"
+Kind = str | torch.dtype
 # Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor).
 CODES, SCALE, FACTOR, DIVISOR = "codes", "scale", "factor", "divisor"
 
@@ -183,7 +172,7 @@ class Quantized:
     parts: Mapping[str, str]  # keys on disk by role; `CODES` is the one that it is known by
     shape: tuple[int, ...]  # plain: (rows, columns) or (experts, rows, columns)
     block: tuple[int, int]  # rows and columns of the matrix of codes that share a scale
-    unpack: Callable[[Tensor], Tensor]  # codes (r, any width) -> fp32 values (r, columns or more)
+    kind: Kind  # of the codes
     one_scale: bool = False  # a single scale belongs to all of the tensor
     transposed: bool = False  # the plain tensor has the codes' rows as its last dimension
 
@@ -207,7 +196,7 @@ def dequantize(
     for expert in range(experts):
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            values = tensor.unpack(codes[expert, begin:end])[:, :columns]
+            values = _unpack(codes[expert, begin:end], tensor.kind)[:, :columns]
             top = (first + begin) // high
             grid = scale[expert, top : cdiv(first + end, high)]
             # bytes are exponents (E8M0): 2^(byte - 127), 255 is NaN
@@ -229,37 +218,33 @@ def dequantize(
     return plain
 
 
-def unpack_nibbles(codes: Tensor, table: Sequence[float]) -> Tensor:
-    """Return the values (r, 2 w), fp32, of bytes (r, w): `table[low], table[high]` of each."""
-    pairs = [(low, high) for high in table for low in table]
-    values = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
+@cache
+def _values(kind: Kind, device: torch.device) -> Tensor:
+    """Return the values of each byte, fp32: (256,), or of two codes in it (256, 2)."""
+    if isinstance(kind, torch.dtype):
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(kind).float().to(device)
+    if kind == "words of int8":
+        return torch.arange(-128, 128, dtype=torch.float32, device=device)
+    half = TABLES[MXFP4] if kind == "e2m1" else range(-8, 8)
+    pairs = [(low, high) for high in half for low in half]
+    return torch.tensor(pairs, dtype=torch.float32, device=device)
+
+
+def _unpack(codes: Tensor, kind: Kind) -> Tensor:
+    """Return the values of rows of codes, fp32, some more than their columns where words end."""
+    values = _values(kind, codes.device)
+    if values.dim() > 1:
+        values = values.view(torch.int64).flatten()  # a pair at a time
     index = codes.contiguous().view(torch.uint8).int().flatten()
-    both = values.view(torch.int64).flatten().index_select(0, index)  # a pair at a time
-    return both.view(torch.float32).view(codes.shape[0], -1)
-
-
-_unpack_e2m1 = partial(unpack_nibbles, table=TABLES[MXFP4])
-# words are little-endian
-_unpack_int4 = partial(unpack_nibbles, table=[float(code - 8) for code in range(16)])
-
-
-def _unpack_int8(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.uint8).float() - 128
-
-
-def _unpack_bytes(codes: Tensor) -> Tensor:
-    if not codes.is_cpu or codes.dtype == torch.int8:
-        return codes.float()
-    # a CPU converts FP8 one by one, which takes twice as long
-    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
-    index = codes.contiguous().view(torch.uint8).int().flatten()
-    return table.index_select(0, index).view(codes.shape)
+    return values.index_select(0, index).view(torch.float32).view(len(codes), -1)
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 MXFP4_SCALES: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu)
 FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
+PLAIN_INT8 = (COMPRESSED, torch.int8)
+PLAIN_FP4 = ((FP8, torch.int8), (MODELOPT, torch.uint8))
 
 # of activations or the KV cache, which weights do without
 _IDLE = re.compile(
@@ -297,24 +282,28 @@ class PrequantizedCheckpoint(Checkpoint):
         self._maker = MakerConfig(config)
         self.files, self.dtype, self.method = checkpoint.files, dtype, self._maker.method
         self._tensors: dict[str, Quantized] = {}
+        self.names: dict[str, str] = {}  # of all, by the keys on disk of plain ones and of codes
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
-                name = self._name(key)
+                self.names[key] = name = self._name(key)
                 if name in self._tensors or (name in self.stored and name != key):
                     raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
                 self._tensors[name] = tensor
         used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
         # of symmetric codes, or in groups, which are decoded without
         used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
-        used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
-        plain = {key: info for key, info in self.stored.items() if key not in used}
-        alone = [  # what can only be codes or scales of a quantized weight
-            key
-            for key, info in plain.items()
-            if _PART.fullmatch(key.rpartition(".")[2])
-            or (info.dtype.itemsize == 1 and info.dtype.is_floating_point)
-            or (info.dtype in (torch.uint8, torch.int8) and len(info.shape) > 1)
-        ]
+        alone: list[str] = []  # what can only be codes or scales of a quantized weight
+        for key, info in self.stored.items():  # in the order of the files
+            last = key.rpartition(".")[2]
+            if (name := self.names.get(key, "")) in self._tensors:
+                shape = self._tensors[name].shape
+                nbytes = prod(shape) * dtype.itemsize
+                self[name] = replace(info, dtype=dtype, shape=shape, nbytes=nbytes)
+            elif key not in used and not _IDLE.fullmatch(last):
+                self[key], self.names[key] = info, key
+                is_fp8 = info.dtype.itemsize == 1 and info.dtype.is_floating_point
+                is_codes = info.dtype in (torch.uint8, torch.int8) and len(info.shape) > 1
+                alone += [key] * (is_fp8 or is_codes or bool(_PART.fullmatch(last)))
         if alone:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
@@ -322,14 +311,6 @@ class PrequantizedCheckpoint(Checkpoint):
                 f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
                 f"go with it in {self.method}: copy the whole folder, or {ADVICE}."
             )
-        self.names = {key: key for key in plain}  # plain, of all on disk but what goes with one
-        self.names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
-        for key, info in self.stored.items():  # in the order of the files
-            if (plain_key := self.names.get(key)) is not None:
-                self[plain_key] = info
-                if (known := self._tensors.get(plain_key)) is not None:
-                    nbytes = prod(known.shape) * dtype.itemsize
-                    self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
     def is_dequantized(self, key: str) -> bool:
         return key in self._tensors
@@ -365,7 +346,6 @@ class PrequantizedCheckpoint(Checkpoint):
         )
 
     def close(self) -> None:
-        """Close the files."""
         self.stored.close()
         super().close()
 
@@ -375,19 +355,19 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
         method, (module, _, last), name = self.method, key.rpartition("."), self._name(key)
-        if name != key:
-            scale = f"{name}_scale" + "s" * (method == MXFP4)
-            packed = self._int if method == COMPRESSED and info.dtype != torch.uint8 else self._fp4
-            return packed(key, scale)
-        scales = [f"{key}_scale_inv", f"{key}_scale"]
-        scales += [f"{module}.scale", f"{module}.qscale_weight"] * (last == "weight")
-        for scale in (one for one in scales if one in self.stored and method != MXFP4):
-            if info.dtype in FP8_DTYPES or (info.dtype == torch.int8 and method == COMPRESSED):
+        scale = f"{name}_scale" + "s" * (method == MXFP4)
+        if name == key:
+            scales = [f"{key}_scale_inv", scale]
+            scales += [f"{module}.scale", f"{module}.qscale_weight"] * (last == "weight")
+            scale = next((one for one in scales if one in self.stored and method != MXFP4), "")
+            if scale and (info.dtype in FP8_DTYPES or (method, info.dtype) == PLAIN_INT8):
                 blocks = self._maker.blocks
-                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, _unpack_bytes)
-            if (method, info.dtype) in ((FP8, torch.int8), (MODELOPT, torch.uint8)):
-                return self._fp4(key, scale)
-        return None
+                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, info.dtype)
+            if not scale or (method, info.dtype) not in PLAIN_FP4:
+                return None
+        elif method == COMPRESSED and info.dtype != torch.uint8:
+            return self._of_words(key, scale)
+        return self._of_fp4(key, scale)
 
     def _quantized(
         self,
@@ -396,7 +376,7 @@ class PrequantizedCheckpoint(Checkpoint):
         scale: str,
         blocks: Iterable[Block],
         dtypes: tuple[torch.dtype, ...],
-        unpack: Callable[[Tensor], Tensor],
+        kind: Kind,
         **others: str,
     ) -> Quantized:
         """Return codes of `shape`, unpacked, whose scales fit one of these blocks and dtypes."""
@@ -420,10 +400,9 @@ class PrequantizedCheckpoint(Checkpoint):
             said = f"{' or '.join(map(dtype_name, dtypes))} of shape {' or '.join(sorted(wanted))}"
             raise _misfit(scale, info, f"scales of {key} of shape {shape}, which are {said}")
         high, wide, one = fitting.pop()
-        parts = {CODES: key, SCALE: scale, **others}
-        return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
+        return Quantized({CODES: key, SCALE: scale, **others}, shape, (high, wide), kind, one)
 
-    def _int(self, key: str, scale: str) -> Quantized:
+    def _of_words(self, key: str, scale: str) -> Quantized:
         """Return words of codes; shapes are read from disk only where groups do not tell them."""
         words, known = self.stored[key], self._maker.words
         count, said = (self._part(scale, key).shape or (0,))[-1], f"{self._name(key)}_shape"
@@ -441,29 +420,28 @@ class PrequantizedCheckpoint(Checkpoint):
         if len(fitting) != 1 or words.dtype != torch.int32:
             raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
         bits, group = fitting[0]
-        unpack = _unpack_int4 if bits == 4 else _unpack_int8
-        return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
+        kind = "int4" if bits == 4 else "words of int8"
+        return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, kind)
 
-    def _fp4(self, key: str, scale: str) -> Quantized:
+    def _of_fp4(self, key: str, scale: str) -> Quantized:
         """Return bytes of two codes, whose FP8 scales have a scale; gpt-oss's are transposed."""
         info, turned, others = self.stored[key], self.method == MXFP4, dict[str, str]()
         shape = (*info.shape[:2], prod(info.shape[2:])) if turned else info.shape or (0,)
         shape = (*shape[:-1], shape[-1] * 2)
         if turned and (info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8):
             raise _misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
-        block, dtypes = (1, MX_BLOCK), MXFP4_SCALES
+        wide, dtypes = MX_BLOCK, MXFP4_SCALES
         if self._part(scale, key).dtype == torch.float8_e4m3fn:
-            block, dtypes = (1, 16), (torch.float8_e4m3fn,)
+            wide, dtypes = 16, (torch.float8_e4m3fn,)
             is_factor = self.method == MODELOPT
             role, end = (FACTOR, "_scale_2") if is_factor else (DIVISOR, "_global_scale")
-            other = f"{self._name(key)}{end}"
-            others, own = {role: other}, self._part(other, key)
+            others[role] = other = f"{self._name(key)}{end}"
+            own = self._part(other, key)
             if prod(own.shape) != 1 or own.dtype not in FLOAT_SCALES:
                 raise _misfit(other, own, f"one floating-point value for {key}")
-        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, **others)
-        if turned:
-            return replace(found, shape=(shape[0], shape[2], shape[1]), transposed=True)
-        return found
+        found = self._quantized(key, shape, scale, [(1, wide)], dtypes, "e2m1", **others)
+        shape = (shape[0], shape[2], shape[1]) if turned else shape
+        return replace(found, shape=shape, transposed=turned)
 
     def _part(self, part: str, key: str) -> TensorInfo:
         if part not in self.stored:

@@ -68,7 +68,7 @@ def packing_spec(
     places = device_map if offload and isinstance(device_map, Mapping) else {}
     places = {} if {*places.values()} == {"cpu"} else dict(places)
     params: dict[str, ExpertParam] = {}
-    for param in weights_to_pack(model, layout, config, settings):
+    for param in weights_to_pack(model, layout, settings):
         if places and get_device(places, param.name) in ("cpu", "disk", torch.device("cpu")):
             continue
         if hasattr(model.get_parameter(param.name), "device_mesh"):

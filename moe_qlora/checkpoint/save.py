@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def save_pretrained(
     ranks = world()
     state_dict = ranks.state_dict_to_save(self, state_dict)
     writes = ranks.is_first() and is_main_process
-    if state_dict is None or not (writes or ranks.is_divided(self, state_dict)):
+    if state_dict is None or not (writes or ranks.is_divided(state_dict)):
         return
     tensors = _tensors_to_save(self, state_dict)
     folder = absolute(os.fspath(save_directory))
@@ -166,11 +166,11 @@ def _packed_entries(
     forms = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     first = (form for form in forms.values() if not form.codec.is_kept)
     settings, entries = next(first, replace(asked, skip_modules=())), {}
-    for name, weight in weights.items():
-        if name in stored:
-            tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
-            own = None if forms[name] == settings else forms[name].to_dict()
-            entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
+    for name in filter(stored.__contains__, weights):
+        weight, form = weights[name], forms[name]
+        tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
+        own = None if form == settings else form.to_dict()
+        entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
     return entries, settings
 
 
@@ -202,20 +202,39 @@ def quantize_checkpoint(
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device is {str(device)!r}: {first_line(error)}.") from error
-    opened = open_to_pack(folder, model, config, place)
-    base, plan = opened.base, opened.plan
+    base, plan, dtypes, linears, tied, names = open_to_pack(folder, model, config, place)
+    slots = {}
+    for name in names:
+        on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
+        own = place if on_gpu else torch.device("cpu")
+        slots[name] = slot_for(model, plan, linears, name, dtypes[name], own)
+    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
+
+    def packed() -> Iterator[tuple[str, Tensor]]:
+        weights = filled(base.checkpoint, base.layout, groups, slots)
+        for number, (name, weight) in enumerate(weights):
+            tell(number, len(names), name)
+            if isinstance(weight, Tensor):
+                yield name, weight
+                continue
+            parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
+            int8 = name not in plan.params and SCALES in parts
+            if int8:  # bitsandbytes' number of this layout: rows
+                parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
+            yield name, weight.codes
+            yield from (((module if int8 else name) + end, part) for end, part in parts.items())
+        tell(len(names), len(names), "")
+
     with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
         model.config.quantization_config = config
         _write_config(model, work)
         copy_files(auxiliary_files(folder), work)
         experts = {}
-        for name in (name for name in opened.names if name in plan.params):
-            tied = {alias for alias, source in opened.tied.items() if source == name}
-            aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
-            shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
-            experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
-        values = _packed(opened, place, tell)
-        return write_packed(work, values, max_shard_size, experts, plan.settings, model)
+        for name in filter(plan.params.__contains__, names):
+            aliases = {*plan.params[name].names, *(n for n, one in tied.items() if one == name)}
+            shape, stored_dtype = base.layout.by_name[name].shapes[name], dtype_name(dtypes[name])
+            experts[name] = PackedEntry(shape, stored_dtype, tuple(sorted(aliases - {name})))
+        return write_packed(work, packed(), max_shard_size, experts, plan.settings, model)
 
 
 def copy_config(config: Any) -> Any:
@@ -240,19 +259,15 @@ def build_model(
         return named.build(source, trust_remote_code=trust_remote_code)
 
 
-class Opened(NamedTuple):
-    """A checkpoint that is to be packed."""
+def open_to_pack(
+    folder: Path, model: Any, config: Any, device: torch.device
+) -> tuple[Base, PackingPlan, dict[str, torch.dtype], dict[str, bool], dict[str, str], list[str]]:
+    """Open a checkpoint that is to be packed, given its model on meta.
 
-    base: Base
-    plan: PackingPlan
-    dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
-    linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
-    tied: dict[str, str]  # names that are stored under another
-    names: list[str]  # those that are written
-
-
-def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
-    """Open a checkpoint, given its model on meta, whose Linear layers are replaced."""
+    Returns it; what is packed; the dtypes of all parameters, were they not; its packed Linear
+    layers (`packed_linears`), which replace the model's; the names that are stored under another;
+    and the names that are written.
+    """
     plan = packing_spec(model, config, model.dtype, None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     dtype, fp32 = model.dtype, kept_dtypes(model, model.dtype)
@@ -283,27 +298,4 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
             f"{folder}: a {type(model).__name__} has no expert weights to pack, or "
             "llm_int8_skip_modules leaves all of them unpacked."
         )
-    return Opened(base, plan, dtypes, linears, tied, names)
-
-
-def _packed(opened: Opened, device: torch.device, tell: Progress) -> Iterator[tuple[str, Tensor]]:
-    base, plan, dtypes, linears, *_ = opened
-    names, slots = opened.names, {}
-    for name in names:
-        on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
-        place = device if on_gpu else torch.device("cpu")
-        slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
-    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
-    weights = filled(base.checkpoint, base.layout, groups, slots)
-    for number, (name, weight) in enumerate(weights):
-        tell(number, len(names), name)
-        if isinstance(weight, Tensor):
-            yield name, weight
-            continue
-        parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
-        int8 = name not in plan.params and SCALES in parts
-        if int8:  # bitsandbytes' number of this layout: rows
-            parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
-        yield name, weight.codes
-        yield from (((module if int8 else name) + end, part) for end, part in parts.items())
-    tell(len(names), len(names), "")
+    return base, plan, dtypes, linears, tied, names

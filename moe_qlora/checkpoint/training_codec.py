@@ -7,9 +7,7 @@ the note beside the adapter (`moe_qlora_adapter.json`), or by the caller's confi
 The fingerprint in the note tells the base from a model whose names and shapes happen to fit: fields
 of its configuration, and for some unpacked weights (embeddings, routers) one bit for each of some
 hundred values, set if it is above their mean. Packing or further training of the base leaves most
-bits; of another model's bits, half agree by chance.
-
-The model card (README.md) says it to people, between two markers; the rest is PEFT's.
+bits; of another model's bits, half agree by chance. The model card (README.md) says it to people.
 """
 
 from __future__ import annotations
@@ -93,7 +91,7 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     settings = CodecSettings.from_config(config)
     if isinstance(config, Mapping):
         config = BitsAndBytesConfig.from_dict(dict(config))
-    params = weights_to_pack(model, detect(model), config, settings)
+    params = weights_to_pack(model, detect(model), settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
@@ -113,13 +111,14 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     experts = frozenset(name for name, one in how.items() if not one.codec.is_kept)
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
-    states = [one.weight.quant_state for one in layers if hasattr(one.weight, "quant_state")]
+    states: list[Any] = [getattr(one.weight, "quant_state", None) for one in layers]
     states = [state for state in states if state is not None]
-    settings = next((how[name] for name in how if name in experts), None)
-    if settings is None and states:  # that of the first packed Linear layer
+    if experts:
+        settings = next(how[name] for name in how if name in experts)
+    elif states:  # that of the first packed Linear layer
         first = states[0]
         settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
-    if settings is None:
+    else:
         settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
     dtypes = {one.dtype for one in (*weights.values(), *states)}
@@ -163,15 +162,14 @@ def from_note(folder: Path) -> TrainingCodec | None:
 
 def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
     """Return the codec of an adapter's training, by its note or else by the caller's config."""
-    noted = from_note(adapter)
-    if noted is None and config is None:
+    if (noted := from_note(adapter)) is None:
+        if config is not None:
+            return from_config(copy.deepcopy(model), config)
         raise ConfigError(
             f"like_training needs the codec that {adapter} was trained on, which its files do not "
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
             "was used), or merge into the packed base folder."
         )
-    if noted is None:
-        return from_config(copy.deepcopy(model), config)
     both = [noted.settings, noted.settings if config is None else CodecSettings.from_config(config)]
     trained, asked = (f"{s.kind}{' with double quantization' * s.double_quant}" for s in both)
     if asked != trained:
@@ -245,12 +243,12 @@ def check_noted_base(
     other = [
         f"{field}={now!r} and not {noted.fields[field]!r}"
         for field, now in base.fields.items()
-        if field in noted.fields and noted.fields[field] != now
+        if noted.fields.get(field, now) != now
     ]
     shared = [name for name in noted.bits if len(base.bits.get(name, "")) == len(noted.bits[name])]
     total = sum(4 * len(noted.bits[name]) for name in shared)
     wrong = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
-    if total and 1 - wrong / total < _LEAST_AGREEMENT:
+    if total - wrong < total * _LEAST_AGREEMENT:
         other.append(f"other weights ({', '.join(shared[:2])})")
     if other:
         raise AdapterError(
@@ -259,7 +257,7 @@ def check_noted_base(
         )
 
 
-CARD = "README.md"
+CARD = "README.md"  # ours is the part between two markers, the rest PEFT's
 _START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
 _PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
 _CLASSES = {
@@ -292,12 +290,9 @@ def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -
         how=", ".join(f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)),
         dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
     )
-    facts = {
-        "base": base,
-        "base was packed as": packed.settings.kind
-        + ", double quantization" * packed.settings.double_quant,
-        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}",
-    }
+    settings, facts = packed.settings, {"base": base}
+    facts["base was packed as"] = settings.kind + ", double quantization" * settings.double_quant
+    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}"
     for key in ("target_modules", "target_parameters"):
         names = config.get(key) or ()
         patterns = {name_pattern(n) for n in ([names] if isinstance(names, str) else names)}

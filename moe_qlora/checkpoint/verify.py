@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,29 +95,24 @@ def verify(
         opened = FolderCheck(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),))
-    with opened.checkpoint:
-        report = _verify_packed(opened, tell)
-        if against is not None and report.good:
-            errors = _errors(opened, Path(against), trust_remote_code, tell)
-            report = replace(report, errors=tuple(errors))
-    return report
-
-
-def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
-    folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
-    damage, written, now = [*opened.damage()], manifest.config, own_config(folder)
-    if names := [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]:
-        changed = f"is not the one that was written: it changed in {listed(names, 5)}."
-        damage.append(f"{folder / CONFIG} {changed}")
-    weights = PackedWeights(manifest, checkpoint)
-    damage += _wrong_values(checkpoint, tell, weights, manifest.experts)
-    kinds = {manifest.settings_of(name).kind for name in manifest.experts}
-    return VerifyReport(
-        folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
-        len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
-        sum(info.nbytes for info in checkpoint.values()), tuple(damage),
-        tuple(_strays(folder, checkpoint)),
-    )  # fmt: skip
+    with opened.checkpoint as checkpoint:
+        manifest, now = opened.manifest, own_config(folder)
+        damage, written = [*opened.damage()], manifest.config
+        if names := [n for n in sorted({*written, *now}) if written.get(n, 0) != now.get(n, 0)]:
+            changed = f"is not the one that was written: it changed in {listed(names, 5)}."
+            damage.append(f"{folder / CONFIG} {changed}")
+        weights = PackedWeights(manifest, checkpoint)
+        damage += _wrong_values(checkpoint, tell, weights, manifest.experts)
+        kinds = {manifest.settings_of(name).kind for name in manifest.experts}
+        errors: list[WeightError] = []
+        if against is not None and not damage:
+            errors += _errors(opened, Path(against), trust_remote_code, tell)
+        return VerifyReport(
+            folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
+            len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
+            sum(info.nbytes for info in checkpoint.values()), tuple(damage),
+            tuple(_strays(folder, checkpoint)), tuple(errors),
+        )  # fmt: skip
 
 
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
@@ -163,7 +158,6 @@ def _wrong_values(
     packed: PackedWeights | None = None,
     experts: Container[str] = (),
 ) -> Iterator[str]:
-    """Yield a sentence for each tensor or packed expert weight that cannot be right."""
     names = {} if packed is None else packed.keys
     owned = {key for name, keys in names.items() if name in experts for key in keys}
     steps = [key for key in checkpoint if key in names or key not in owned]
@@ -177,12 +171,8 @@ def _wrong_values(
                 for part in Group((key,), {key: info.shape}).slices():
                     rows = checkpoint.read(key, *part).reshape(1, -1)
                     # Bounds that bound nothing are infinite (gemma4's input_min), weights never.
-                    wrong = (
-                        bool(rows.isnan().any())
-                        if len(info.shape) < 2
-                        else (codec.first_nonfinite(rows) is not None)
-                    )
-                    if wrong:
+                    is_bound = len(info.shape) < 2 and not bool(rows.isnan().any())
+                    if not is_bound and codec.first_nonfinite(rows) is not None:
                         raise CheckpointError(f"{info.file}: {key} holds NaN or inf.")
         except CheckpointError as error:
             yield str(error)

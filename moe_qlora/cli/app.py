@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from .. import __version__
 from ..errors import MoeQloraError, one_line
@@ -20,7 +21,7 @@ from .bench import bench
 from .doctor import doctor
 from .dump import dump
 from .folders import export, merge, quantize, report, verify
-from .options import option
+from .options import PANELS, option
 from .plan import plan
 from .render import streams
 
@@ -44,11 +45,28 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
 PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 _UsageError: Any = typer.BadParameter.__base__  # of typer's click
 
+
+class Panels(TyperCommand):
+    """A command whose help groups its options where it has many; rich would draw boxes."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        many = len(self.params) > 10
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                title = PANELS.get(str(param.name), "Options") if many else "Options"
+                title = "Arguments" if param.param_type_name == "argument" else title
+                panels.setdefault(title, []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
 app = typer.Typer(no_args_is_help=True, **PLAIN)
 for command, short in SUBCOMMANDS.items():
     lines = sys.modules[command.__module__].EXAMPLES
     own = "".join(f"\n  {line}" for line in lines if line.split()[1] == command.__name__)
-    app.command(short_help=short, epilog=f"\b\nExamples:{own}")(command)
+    app.command(cls=Panels, short_help=short, epilog=f"\b\nExamples:{own}")(command)
 
 
 def _version(asked: bool) -> None:
@@ -95,7 +113,8 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     try:
         code = program(standalone_mode=False, **arguments) or 0
         if code == INTERRUPTED:
-            sys.stderr.write(one_line("interrupted", "nothing is left half written."))
+            said = "nothing new stays on disk, and what was there is unchanged."
+            sys.stderr.write(one_line("interrupted", said))
         return int(code)
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))

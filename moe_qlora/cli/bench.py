@@ -157,14 +157,13 @@ def train(
 
 
 def _steps(model: Any, device: torch.device, shape: tuple[int, int], steps: int) -> list[float]:
-    """Train on random ids, and return the seconds of each step after the warm-up."""
     import torch
 
-    text = model.config.get_text_config()
+    text, on_gpu = model.config.get_text_config(), device.type == "cuda"
     text.use_cache = False
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
-    if device.type == "cuda":
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=on_gpu)
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     seconds: list[float] = []

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError
+from ..errors import ConfigError, visible
 from ..layout import human_bytes
 from . import options as opt
 from . import render
@@ -133,24 +133,17 @@ def _show(found: Mapping[str, Any], out: Console, why: bool) -> None:
     others = f"{rejected} other parameter{'s' * (rejected != 1)} of three or more dimensions"
     if experts:
         kind, nested = found["quantization"].values()
-        rows = [
-            (
-                one["pattern"],
-                str(one["count"]),
-                f"{_size(one)} {one['packed'] or one['dtype']}",
-                f"{one['role']} {_LAYOUTS[one['transposed']]}",
-                human_bytes(one["nbytes"]),
-                "skipped" if one["skipped"] else human_bytes(one["packed_nbytes"]),
-            )
-            for one in experts
-        ]
-        title = f"{found['model']}: experts packed as {kind}{', double quantization' * nested}"
-        headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
-        render.show_table(out, title, headings, rows)
         count, now, packed = found["totals"].values()
-        sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed"
+        sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed as {kind}"
         smaller = f"({now / max(packed, 1):.2f} times smaller)"
-        render.say(out, f"{count} expert parameters: {sizes} {smaller}.")
+        how = f"{sizes}{' with double quantization' * nested} {smaller}"
+        render.say(out, f"{found['model']}: {count} expert parameters, {how}.")
+        for one in experts:  # a name has a line of its own, which no table breaks
+            out.print(visible(f"  {one['pattern']}"), markup=False, soft_wrap=True)
+            size = f"{one['count']} of {_size(one)} {one['packed'] or one['dtype']}"
+            packed = "skipped" if one["skipped"] else f"{human_bytes(one['packed_nbytes'])} packed"
+            layout = f"{one['role']} {_LAYOUTS[one['transposed']]}"
+            render.say(out, f"    {size}, {layout}; {human_bytes(one['nbytes'])} now, {packed}")
         homes = dict.fromkeys(n.rpartition(".")[0] for one in experts for n in one["names"])
         targets, excluded = (len(found[name]) for name in _LISTS)
         lists = f"{targets} target_parameters; {excluded} exclude_modules, in and below"
@@ -180,7 +173,6 @@ def _size(one: Mapping[str, Any]) -> str:
 
 
 def _to_paste(found: Mapping[str, Any], yaml: bool) -> str:
-    """Return both lists as YAML by suffixes, or as keyword arguments of a `LoraConfig`."""
     others = [item["name"] for item in found["rejected"]]
     others += [name for one in found["experts"] if one["skipped"] for name in one["names"]]
     lines = ["# for experts packed by moe_qlora"]

@@ -202,6 +202,16 @@ def verify(
 
 
 def _show(found: VerifyReport, out: Console) -> None:
+    if found.good:
+        what, more = f"packed as {found.kind}", ""
+        if found.kind != "plain":
+            more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
+        elif found.dequantized:
+            more = f"; {found.dequantized} weights are codes, and are read dequantized"
+        if found.method or found.kind == "plain":
+            what = f"quantized by its maker ({found.method})" if found.method else "plain"
+        count = f"{found.tensors} tensors in {_files(found.files)}, {human_bytes(found.nbytes)}"
+        render.say(out, f"{found.folder} is whole: {what}, {count}{more}.", "green")
     alike: dict[str, list[WeightError]] = {}
     for error in found.errors:
         alike.setdefault(name_pattern(error.name), []).append(error)
@@ -216,14 +226,3 @@ def _show(found: VerifyReport, out: Console) -> None:
         headings = ("parameter", ">count", ">error", ">worst", "where")
         title = f"{found.folder}: error of {found.kind}, relative (Frobenius)"
         render.show_table(out, title, headings, rows)
-    if not found.good:
-        return
-    what, more = f"packed as {found.kind}", ""
-    if found.kind != "plain":
-        more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
-    elif found.dequantized:
-        more = f"; {found.dequantized} weights are codes, and are read dequantized"
-    if found.method or found.kind == "plain":
-        what = f"quantized by its maker ({found.method})" if found.method else "plain"
-    count = f"{found.tensors} tensors in {_files(found.files)}, {human_bytes(found.nbytes)}"
-    render.say(out, f"{found.folder} is whole: {what}, {count}{more}.", "green")

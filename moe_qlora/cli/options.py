@@ -15,6 +15,17 @@ Quant = StrEnum("Quant", ["nf4", "fp4", "int8"])  # packed types
 Float = StrEnum("Float", ["bfloat16", "float16", "float32"])
 Color = StrEnum("Color", ["auto", "always", "never"])
 
+# Headings of long helps, by an option's name in any command; others stand under "Options".
+_PANELS = {
+    "Devices": "gpus ddp fsdp offload device memory",
+    "A step": "seq batch micro_batch steps optimizer checkpointing attention prepared layers",
+    "LoRA": "rank targets adapter_dtype",
+    "Packing": "quant double_quant compute_dtype storage skip like_training dtype",
+    "Files": "against text base max_tokens max_shard_size any_base out",
+    "Output": "as_json quiet color why peft yaml",
+}
+PANELS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
+
 
 def argument(metavar: str, text: str, **more: Any) -> Any:
     """Return a required argument with its help."""

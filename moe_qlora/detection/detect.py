@@ -48,12 +48,8 @@ def detect(model: nn.Module) -> ModelLayout:
 
 
 def _router(leaf: Leaf, num_choices: int) -> Router:
-    return Router(
-        name=leaf.known_as,
-        num_choices=num_choices,
-        plain_linear=leaf.kind == "linear" and type(leaf.node.module) is nn.Linear,
-        packed=leaf.packed is not None,
-    )
+    plain = leaf.kind == "linear" and type(leaf.node.module) is nn.Linear
+    return Router(leaf.known_as, num_choices, plain, leaf.packed is not None)
 
 
 def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
@@ -72,16 +68,12 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
             if leaf.kind == "bare" and len(leaf.shape) == 2 and leaf not in others
             if leaf.shape[0] in counts and leaf.shape[1] in widths
         )
-        module = ExpertsModule(
-            name=node.name,
-            class_name=type(node.module).__name__,
-            num_experts=max(counts),
-            parameters=params,
-            router=_router(router.leaf, router.num_choices) if router is not None else None,
-            dispatches=dispatches(node.module),
-            bias_names=tuple(biases),
+        choosing = None if router is None else _router(router.leaf, router.num_choices)
+        owner, serves = type(node.module).__name__, dispatches(node.module)
+        found = ExpertsModule(
+            node.name, owner, max(counts), params, choosing, serves, tuple(biases)
         )
-        modules.append(module)
+        modules.append(found)
     return tuple(modules)
 
 

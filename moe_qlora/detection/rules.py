@@ -94,7 +94,6 @@ def _why_ungrouped(leaf: Leaf, index: RouterIndex) -> str:
 
 
 def _problem(group: ExpertGroup, chain: Chain | None) -> str | None:
-    """Return why shapes do not suffice; a module of transformers' interface holds experts."""
     if chain is None:
         shapes = " and ".join(dict.fromkeys(leaf.shape_text for leaf in group.members))
         return (
@@ -126,12 +125,7 @@ def _problem(group: ExpertGroup, chain: Chain | None) -> str | None:
 
 
 def _accepted(
-    leaf: Leaf,
-    key: int,
-    count: int,
-    chain: Chain,
-    evidence: str,
-    router: RouterCandidate | None,
+    leaf: Leaf, key: int, count: int, chain: Chain, evidence: str, router: RouterCandidate | None
 ) -> Classification:
     transposed = chain.transposed[key]
     inside, outside = (None, None) if transposed is None else chain.sides(key)
@@ -141,22 +135,11 @@ def _accepted(
     elif stated_orientation(leaf) is not None:
         how = "its module says so, and its siblings' sizes agree"
     expert = ExpertParam(
-        name=leaf.name,
-        module_name=leaf.node.name,
-        parameter_name=leaf.attribute,
-        shape=leaf.shape,
-        num_experts=count,
-        in_features=inside,
-        out_features=outside,
-        transposed=transposed,
-        role=chain.roles[key],
-        dtype=leaf.dtype,
-        nbytes=leaf.nbytes,
-        evidence=evidence,
-        aliases=tuple(leaf.aliases),
-        packed=leaf.packed,
-        orientation_evidence=how,
-    )
+        leaf.name, leaf.node.name, leaf.attribute, leaf.shape, num_experts=count,
+        in_features=inside, out_features=outside, transposed=transposed, role=chain.roles[key],
+        dtype=leaf.dtype, nbytes=leaf.nbytes, evidence=evidence, aliases=tuple(leaf.aliases),
+        packed=leaf.packed, orientation_evidence=how,
+    )  # fmt: skip
     return Classification(leaf, expert, router=router)
 
 
@@ -178,7 +161,6 @@ def _orient_by_class(found: dict[Leaf, Classification]) -> None:
 
 
 def _find_shared(left: Sequence[Leaf], found: dict[Leaf, Classification]) -> None:
-    """Accept stacked experts that always run, beside routed ones of the same hidden size."""
     scopes: dict[Node, list[ExpertParam]] = defaultdict(list)
     for item in found.values():
         if item.expert is not None and item.router is not None:

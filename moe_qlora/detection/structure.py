@@ -34,9 +34,8 @@ _TRIPLES = ((GATE, UP, DOWN), (GATE, DOWN, UP), (DOWN, GATE, UP))
 class RouterCandidate:
     """A matrix that could score each of E experts: it reads `width` and gives `num_choices`.
 
-    `block` is the lowest module that contains both it and the expert parameter. It is `strong` if
-    its place alone makes it a likely router: a Linear, or a bare matrix outside the module that
-    owns the experts (inside, `(E, out)` is often a bias).
+    `block` is the lowest module that contains both it and the expert parameter. A `strong` one is a
+    Linear, or stands outside the module that owns the experts, where `(E, out)` is often a bias.
     """
 
     leaf: Leaf
@@ -74,10 +73,7 @@ class RouterIndex:
         return self._visible[node]
 
     def candidates(self, parameter: Leaf, num_choices: int | None) -> list[RouterCandidate]:
-        """Return possible routers of the layer near a parameter, nearest first.
-
-        They choose among `num_choices`, or any number if None.
-        """
+        """Return matrices near a parameter that choose among so many (None: any), nearest first."""
         near = list(takewhile(lambda node: not is_list(node), parameter.node.ancestors()))
         found = []
         for leaf in dict.fromkeys(leaf for n in near[: MAX_CLIMB + 1] for leaf in self.visible(n)):
@@ -101,22 +97,18 @@ class Chain:
 
     @property
     def fused(self) -> bool:
-        """Whether gate and up are one matrix."""
         return GATE_UP in self.roles
 
     @property
     def gated(self) -> bool:
-        """Whether there is a gate, alone or in one matrix with up."""
         return self.fused or GATE in self.roles
 
     def sides(self, key: int) -> tuple[int, int]:
-        """Return the in and out features of a matrix."""
         if self.roles[key] == DOWN:
             return self.inner, self.hidden
         return self.hidden, self.inner * (2 if self.roles[key] == GATE_UP else 1)
 
     def describe(self) -> str:
-        """Return the chain in words, as in "64 -> 2 x 32 -> 64"."""
         middle = f"2 x {self.inner}" if self.gated else f"{self.inner}"
         return f"{self.hidden} -> {middle} -> {self.hidden}"
 
@@ -187,7 +179,6 @@ class ExpertGroup:
 
     @property
     def readings(self) -> list[Chain]:
-        """Every reading of one expert's slices."""
         return chains([slice_of(*item) for item in zip(self.members, self.counts, strict=True)])
 
 
@@ -199,11 +190,7 @@ def slice_of(leaf: Leaf, count: int) -> tuple[int, ...]:
 def choose(
     members: Sequence[Leaf], readings: Sequence[Chain], widths: Collection[int | None]
 ) -> Chain | None:
-    """Return the reading that holds, or None; `widths` are sizes that hidden states may have.
-
-    Of two matrices the first is taken as the input projection where nothing else tells, and their
-    orientation stays open. Of three alike, in transformers alone the third is surely the output's.
-    """
+    """Return the reading that holds, or None; `widths` are sizes that hidden states may have."""
     module, stated = members[0].node.module, [stated_orientation(leaf) for leaf in members]
     serves = dispatches(module)
     left = []
@@ -215,9 +202,11 @@ def choose(
             left.append(replace(chain, transposed=ways))
     left = [chain for chain in left if chain.hidden in widths] or left
     if len(left) > 1 and len(members) == 2:
+        # The first is taken as the input projection, and the orientation stays open.
         said_by_all = zip(*(chain.transposed for chain in left), strict=True)
         ways = tuple(way[0] if len({*way}) == 1 else None for way in said_by_all)
         return replace(left[0], transposed=ways)
+    # Of three alike, in transformers alone the third is surely the output's.
     in_order = len(members[0].shape) == 2 or len({chain.transposed for chain in left}) == 1
     return left[0] if len(left) == 1 or (in_order and left and is_transformers(module)) else None
 
@@ -260,7 +249,6 @@ def _runs(members: list[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _routers(members: list[Leaf], count: int, index: RouterIndex) -> list[RouterCandidate]:
-    """Return possible routers of a group, likeliest first."""
     sizes = {size for leaf in members for size in leaf.shape[1:]}
     largest = max(members, key=lambda leaf: leaf.shape[0])
     exact = [c for c in index.candidates(largest, count) if c.strong or count > 1]

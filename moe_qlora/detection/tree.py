@@ -24,18 +24,14 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One parameter as the model's code sees it, packed weights with their decoded shape.
-
-    `kind` is "linear" (weight of an nn.Linear), "bare" (a parameter on a module that the model
-    defines itself), or one of `_KINDS`.
-    """
+    """One parameter as the model's code sees it, packed weights with their decoded shape."""
 
     name: str
     node: Node
     attribute: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    kind: str
+    kind: str  # "linear" (weight of an nn.Linear), of `_KINDS`, or "bare" (of the model's own)
     packed: str | None = None
     nbytes: int = 0
     aliases: list[str] = field(default_factory=list)
@@ -46,7 +42,6 @@ class Leaf:
 
     @property
     def known_as(self) -> str:
-        """The name in messages: the module's for a Linear, the parameter's own otherwise."""
         return self.node.name if self.kind == "linear" else self.name
 
 
@@ -62,24 +57,20 @@ class Node:
     leaves: list[Leaf] = field(default_factory=list)
 
     def subtree(self) -> Iterator[Node]:
-        """Yield this node and all below it, parents first."""
         yield self
         for child in self.children:
             yield from child.subtree()
 
     def ancestors(self) -> Iterator[Node]:
-        """Yield this node and all above it, nearest first."""
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
     def contains(self, other: Node) -> bool:
-        """Return whether `other` is this node or stands below it."""
         return any(node is self for node in other.ancestors())
 
     def common_ancestor(self, other: Node) -> Node:
-        """Return the lowest node that contains this one and `other`."""
         return next(node for node in self.ancestors() if node.contains(other))
 
 
@@ -111,16 +102,8 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
         if not dtype.is_floating_point or state is not None:
             packed = str(getattr(state, "quant_type", dtype_name(dtype)))
             dtype = getattr(state, "dtype", torch.get_default_dtype())
-    return Leaf(
-        name=join(node.name, attribute),
-        node=node,
-        attribute=attribute,
-        shape=shape,
-        dtype=dtype,
-        kind=kind,
-        packed=packed,
-        nbytes=tensor.numel() * tensor.element_size(),
-    )
+    name, nbytes = join(node.name, attribute), tensor.numel() * tensor.element_size()
+    return Leaf(name, node, attribute, shape, dtype, kind, packed, nbytes)
 
 
 def _own_leaves(node: Node) -> Iterator[tuple[Leaf, torch.Tensor]]:

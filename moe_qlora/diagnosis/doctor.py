@@ -28,9 +28,8 @@ from ..versions import OPTIONAL, PYTHON, REQUIRED, installed_version, release_of
 
 PROBLEM, WARNING = "problem", "warning"
 OWN_FORWARD, LINEAR_LAYERS = "own forward", "Linear layers"
-COSTS = {
-    OWN_FORWARD: "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer.csv).",
-}  # compared with the fused layer
+# Compared with the fused layer.
+_COST = "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer.csv)."
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = {  # by words in a backend's reason
     "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
@@ -108,22 +107,21 @@ class Diagnosis:
         return {"good": self.good, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [self.fit] * bool(self.fit)
+        problems = sum(one.severity == PROBLEM for one in self.findings)
+        counts = {"problem": problems, "warning": len(self.findings) - problems}
+        said = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items())
+        lines = [f"{said}.", *(f"{one.severity}: {one.what} {one.cure}" for one in self.findings)]
+        lines += [self.fit] * bool(self.fit)
+        for kind in self.layers:
+            what = f"{kind.pattern} ({kind.count} {kind.class_name}) on {self.device.name}"
+            lines.append(f"{what}: {kind.backend}; {kind.reason}. {kind.cost}".rstrip())
         for one in self.devices:
             size = f" ({human_bytes(one.nbytes)})" if one.nbytes is not None else ""
             lines.append(f"{one.name}{size}: {one.many_tokens}; few tokens: {one.few_tokens}.")
         for row in self.packages:
             if row.status != "not installed":
                 lines.append(f"{row.name} {row.installed or 'none'}: {row.status} ({row.tested}).")
-        for kind in self.layers:
-            what = f"{kind.pattern} ({kind.count} {kind.class_name}) on {self.device.name}"
-            lines.append(f"{what}: {kind.backend}; {kind.reason}. {kind.cost}".rstrip())
-        lines += [f"{one.severity}: {one.what} {one.cure}" for one in self.findings]
-        lines += [f"note: {note}" for note in self.notes]
-        problems = sum(one.severity == PROBLEM for one in self.findings)
-        return "\n".join(
-            [*lines, f"{problems} problems, {len(self.findings) - problems} warnings."]
-        )
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def doctor(
@@ -187,7 +185,6 @@ def card_named(text: str) -> tuple[Device, Card]:
 
 
 def _here() -> list[tuple[Device, Card]]:
-    """Return every GPU of this machine, or the CPU if it has none."""
     cpu, found = actual(torch.device("cpu")), []
     for index in range(torch.cuda.device_count()):
         its, card = torch.cuda.get_device_properties(index), actual(torch.device("cuda", index))
@@ -263,7 +260,7 @@ def _kinds(model: nn.Module, layout: ModelLayout, card: Card, rank: int | None) 
     kinds = []
     for (pattern, owner, name, reason), n in counted.items():
         fast = name in (backends.FUSED.name, LINEAR_LAYERS)
-        cost = "" if fast else COSTS.get(name, "Slower; not measured.")
+        cost = "" if fast else _COST if name == OWN_FORWARD else "Slower; not measured."
         kinds.append(LayerKind(pattern, n, owner, name, reason, fast, cost))
     return kinds
 
@@ -281,8 +278,7 @@ def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) ->
     call = backends.read_call(module, torch.empty(0))  # no autocast on meta
     if rank is not None:
         # In float32 like PEFT's, of weights `(E, ...)` that are packed.
-        shapes = [() if weight is None else tuple(weight.shape) for weight in call.weights]
-        up, down = ((_factors(*s, rank),) if len(s) == 3 else () for s in shapes)
+        up, down = (_factors(weight, rank) for weight in call.weights)
         call = call._replace(lora=(up, down))
     # Hidden states (4096 tokens, hidden) in the experts' dtype before packing, without memory.
     dtype = getattr(torch, entry.parameters[0].dtype_name)
@@ -291,6 +287,9 @@ def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) ->
     return backends.choose_backend(module, call._replace(x=x, card=card))
 
 
-def _factors(experts: int, rows: int, columns: int, rank: int) -> LoraFactors:
+def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:
+    if weight is None or len(weight.shape) != 3:
+        return ()
+    experts, rows, columns = weight.shape
     a = torch.empty(experts * rank, columns, device="meta")
-    return LoraFactors(a, torch.empty(rows, rank * experts, device="meta"), 1.0)
+    return (LoraFactors(a, torch.empty(rows, rank * experts, device="meta"), 1.0),)

@@ -1,9 +1,8 @@
 """Exchange between ranks: a model's state dict as in a single process, and their arguments.
 
-A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. Each gathered tensor is
-freed before the next one: no rank has more than one whole tensor. Ranks exchange tensors by shape
-alone: without `check_agreement`, gathered codes are decoded with another folder's statistics, and
-sums mix two scalings.
+A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. No rank has more than one
+whole tensor at a time. Ranks exchange tensors by shape alone: without `check_agreement`, gathered
+codes are decoded with another folder's statistics, and sums mix two scalings.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from ..world import NOT_GIVEN, WholeTensor
 _Result = TypeVar("_Result")
 
 
-def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
-    """Whether ranks have different parts of this state dict of the model."""
+def is_divided(state_dict: Mapping[str, Any]) -> bool:
+    """Whether ranks have different parts of this state dict."""
     return any(_is_sharded(tensor) for tensor in state_dict.values())
 
 
@@ -82,11 +81,7 @@ def plain_tensor(value: Any) -> WholeTensor:
 
 
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
-    """Return the entries of a single process's state dict, in its order.
-
-    `state_dict` is the model's own, or has whole tensors under its keys, of either form
-    (parametrize.py).
-    """
+    """Return the entries of a single process's state dict, of one in either form, in its order."""
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for place in packed_places(model):
         keys = {part: f"{place.statistics}{part}" for part in place.decoder._parameters}
@@ -112,10 +107,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
 def _entries(
     place: Place, keys: Mapping[str, str], state_dict: Mapping[str, Any]
 ) -> dict[str, WholeTensor]:
-    """Return a packed weight's tensors under bitsandbytes' keys: codes, then statistics.
-
-    `keys` are those of the decoder's parameters in the state dict.
-    """
+    """Return a packed weight's tensors under bitsandbytes' keys; `keys` are its parameters'."""
     decoder, codes = place.decoder, state_dict[place.codes]
     packed = read(cast(Tensor, place.owner._parameters[place.leaf]), decoder)
     parameters = {part: state_dict[own] for part, own in keys.items()}
@@ -190,10 +182,9 @@ def gather_to_first(
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the model's whole state dict on the first rank, on the CPU; all others get `{}`.
 
-    It has bitsandbytes' keys, as in a single process, however the model is sharded. Tensors are
-    gathered one at a time: no device has two of them whole. All ranks must call it. A
-    `DistributedDataParallel` model's keys are those of the model in it. A `CheckpointError` where
-    another rank was lost meanwhile.
+    It has bitsandbytes' keys, as in a single process, however the model is sharded; those of a
+    `DistributedDataParallel` model are of the model in it. Tensors are gathered one at a time. All
+    ranks must call it. A `CheckpointError` where another rank was lost meanwhile.
     """
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     tensors = whole_tensors(inner, local_state_dict(inner))
@@ -214,9 +205,8 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None
     """Raise on every rank where one was given something other than the first.
 
     All ranks of the mesh or group (None: all) must call it; without a process group it does
-    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
-    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
-    the `ConfigError`, which names the rank, the setting and both values.
+    nothing. `facts` returns what must be equal by name, a configuration compared field by field;
+    its error on one rank is raised on all. `what` begins the sentence of the `ConfigError`.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return

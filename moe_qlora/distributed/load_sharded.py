@@ -1,8 +1,7 @@
 """Loads a model that no process holds whole: sharded by FSDP2 first, then filled share by share.
 
-The model is built on meta, packed with blank weights (`Fill.pack`), adapted (`_adapt`), sharded
-(sharding.py), allocated empty on this rank's device, and filled (hf/fill.py): then it is as if it
-had been packed whole and sharded then. By transformers' `DistributedConfig` (`RankLoad`)
+The model is built on meta, packed with blank weights (`Fill.pack`), adapted, sharded, allocated on
+this rank's device, and filled (hf/fill.py). By transformers' `DistributedConfig` (`RankLoad`)
 transformers shards, and reads all that is not packed.
 """
 
@@ -53,8 +52,7 @@ def load_sharded(
 
     All ranks call it, after `torch.distributed.init_process_group`. Weights and adapters are bit
     for bit those of a model that one process loads under `enabled()` and adapts. No rank ever holds
-    more than its share, one piece of a weight, and one weight's first-level absmax; new adapters
-    are drawn whole on each rank's CPU before they are sharded.
+    more than its share, one piece of a weight, one weight's first-level absmax, and new adapters.
 
     Args:
         source: A folder, 16-bit, quantized by its maker or packed by this package; or a hub id.
@@ -163,17 +161,17 @@ def _open(
     compute_buffers(model, device)
     config = copy_config(model.config.quantization_config if packed else config)
     if check is None:
-        opened = open_to_pack(folder, model, config, device)
-        known = opened.plan, opened.base.checkpoint, opened.dtypes
+        base, plan, dtypes, *_ = open_to_pack(folder, model, config, device)
+        known = plan, base.checkpoint, dtypes
     else:
         spec = reload_spec(model, config, model.dtype, check.finish(), folder)
         from_config(model, config)
         check.check_model(model)
         model.tie_weights()
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        known = spec, check.checkpoint, dtypes | spec.dtypes
+        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        known = spec, check.checkpoint, own | spec.dtypes
     fill = Fill(model, *known, config, shards=True)
-    fill.pack(opened.base.layout if check is None else None)
+    fill.pack(base.layout if check is None else None)
     return fill
 
 

@@ -102,11 +102,8 @@ def _refuse_sharded_host(model: nn.Module) -> None:
 
 
 def _check_ddp_copies(model: nn.Module) -> bool:
-    """Raise before the first step where DDP's ranks were given different settings.
-
-    DDP writes the first rank's parameters over all others', and leaves settings. Within its forward
-    with gradients all ranks take part; return whether this is one.
-    """
+    """Raise where DDP's ranks have different settings; return whether DDP's forward runs."""
+    # DDP writes the first rank's parameters over all others', and leaves settings.
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return False

@@ -32,10 +32,9 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
     """Make the statistics of every packed weight parameters, so that engines shard them; in place.
 
     A distributed run does this by itself when it packs or loads a model, and in `get_peft_model`.
-    Call it for a model that was packed before, with or without adapters or values, ahead of
-    `fully_shard`; twice changes nothing. It saves the same packed folder as before; its
-    `state_dict` has torch's keys, which engines look up as parameters (parametrize.py). A
-    `ConfigError` where experts lie in host memory.
+    Call it for a model that was packed before, ahead of `fully_shard`; twice changes nothing. It
+    saves the same packed folder as before; its `state_dict` has torch's keys, which engines look
+    up as parameters (parametrize.py). A `ConfigError` where experts lie in host memory.
     """
     parametrize.check_resident(model)
     return lay_out(model)
@@ -53,7 +52,7 @@ def lay_out(model: nn.Module) -> nn.Module:
             held, first = done[id(codes)]
             decoder = first.replaced({})
             decoder._parameters = {**first._parameters}
-        elif parametrize.is_foreign(module, name) or decoders.is_shardable(decoder) or chain.host:
+        elif decoder._parameters or chain.host:
             continue
         else:
             decoder.name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
@@ -179,11 +178,10 @@ _SHARDABLE: dict[type, type] = {
 
 
 class _ReadAgain(torch.autograd.Function):
-    """A Linear layer's product whose backward reads the codes again.
+    """A Linear layer's product whose backward reads the codes again."""
 
-    ZeRO-3 gathers codes into new memory for forward and for backward. bitsandbytes' functions would
-    reference those of the forward, invisibly to checkpointing: all layers' until the backward.
-    """
+    # ZeRO-3 gathers codes into new memory for forward and for backward. bitsandbytes' functions
+    # would reference those of the forward, invisibly to checkpointing: all layers' until backward.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, module: Any) -> Tensor:
@@ -210,12 +208,9 @@ def _require_gathered(module: _ShardableLinear) -> None:
 
 @contextmanager
 def shards_integers() -> Iterator[None]:
-    """Let `fully_shard` shard integer parameters on every torch, within the block.
-
-    torch before 2.13 requires gradients of each shard, and "only Tensors of floating point dtype
-    can require gradients"; and a mixed precision policy casts codes as it gathers them, which
-    destroys them. Parameters sharded in the block are gathered uncast, afterwards too.
-    """
+    """Let `fully_shard` shard integer parameters on every torch, within the block."""
+    # torch before 2.13 requires gradients of each shard, and a mixed precision policy casts codes
+    # as it gathers them. Parameters sharded in the block are gathered uncast, afterwards too.
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
     module: Any = fsdp_param
@@ -251,10 +246,9 @@ def _takes_integers() -> bool:
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:
-    """Apply `fully_shard` to a model's decoder layers and then to the rest of it; in place.
+    """Apply `fully_shard` to modules of a model, which may be on meta, then to the rest; in place.
 
-    The model, which may be on meta, has gone through `prepare_sharding`. `wrap` chooses the modules
-    that are gathered and freed by themselves, by default those of `_no_split_modules`.
+    `wrap` chooses those that are gathered by themselves, by default those of `_no_split_modules`.
     """
     from torch.distributed.fsdp import fully_shard
 

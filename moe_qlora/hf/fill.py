@@ -8,11 +8,9 @@
     tie_weights: `fill`
     postprocess_model: `finish` attaches        `finish` allocates this rank's shares: `fill`
 
-`fill` is one loop for all of them. It fills expert weights that are packed, bitsandbytes' Linear
-layers, and a publisher's codes; `load_sharded`, without transformers' loader, fills all tensors.
-A `Slot` packs a weight of rows in 16 bit, a `ShareSlot` one rank's part of it; MXFP4 codes that are
-kept, and a packed folder's tensors, are copied. Without safetensors files (a `state_dict`, .bin
-files) transformers loads experts in 16 bit, and `pack_parameter` packs them.
+`fill` is one loop for all of them. A `Slot` packs a weight of rows in 16 bit, a `ShareSlot` one
+rank's part of it; MXFP4 codes that are kept, and a packed folder's tensors, are copied. Without
+safetensors files transformers loads experts in 16 bit, and `pack_parameter` packs them.
 """
 
 from __future__ import annotations
@@ -51,7 +49,8 @@ from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import LARGEST, Packer, first_nonfinite, pack
 from ..packing.codecs import CODES
 from ..packing.decoders import bits_of, write_linear
-from ..packing.mxfp4 import KeptPacker, kept_settings
+from ..packing.mxfp4 import MXFP4 as NATIVE
+from ..packing.mxfp4 import KeptPacker
 from ..packing.parametrize import Place
 from ..packing.settings import CodecSettings, why_not
 from ..world import offload, world
@@ -83,11 +82,7 @@ class Fill:
         dtypes: Mapping[str, torch.dtype], config: Any,
         *, offloads: bool = False, shards: bool = False,
     ) -> None:  # fmt: skip
-        """Take a model on meta with bitsandbytes' Linear layers.
-
-        `dtypes` are those that its tensors are loaded in, were they not packed. Experts go to host
-        memory if it `offloads`; if it `shards`, each rank fills its shares.
-        """
+        # `dtypes` are those that the tensors of the model on meta are loaded in, were they plain.
         self.model, self.spec, self.files, self.dtypes = model, spec, files, dict(dtypes)
         self.config, self.shards, self._offloads = config, shards, offloads
         self._device_map: Any = None
@@ -120,10 +115,7 @@ class Fill:
         self._device_map = device_map
 
     def hide(self, conversions: list[Any], *, linears: bool) -> list[Any]:
-        """Keep transformers from the weights that are filled; return a renaming to come first.
-
-        `linears`: whether Linear layers lie in 16 bit on disk, and are packed.
-        """
+        """Keep transformers from the weights that are filled; return a renaming to come first."""
         model, read = self.model, {}
         if self.spec.manifest is not None:
             self._find_stored()
@@ -173,19 +165,13 @@ class Fill:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Read, pack and put into place. All ranks that fill shares must call it.
-
-        They raise together where one cannot.
-        """
+        """Read, pack and put into place; all ranks that fill shares must call it."""
         for name, weight in self._weights():
             self._put(name, weight)
             del weight  # before the next is packed
 
     def fill_shares(self, model: nn.Module, device: torch.device, *, on_cpu: bool = False) -> None:
-        """Allocate this rank's shares of the sharded model, with adapters or not, and fill them.
-
-        They are packed on `device`; parameters lie there, or `on_cpu`.
-        """
+        """Allocate this rank's shares of the sharded model, and fill them, packed on `device`."""
         self._device_map = {"": device}
         owned = {id(parameter) for parameter in model.parameters()}
 
@@ -376,10 +362,7 @@ class Fill:
     # Shares
 
     def pack(self, layout: DiskLayout | None = None) -> None:
-        """Give the model on meta its blank packed weights, in the layout that FSDP2 shards.
-
-        `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
-        """
+        """Give the model on meta its blank packed weights, in the layout that FSDP2 shards."""
         model, spec, dtypes = self.model, self.spec, self.dtypes
         if spec.kept:
             raise CheckpointError(
@@ -510,12 +493,10 @@ class Ranks(NamedTuple):
 
 
 class ShareSlot(Slot):
-    """Packs this rank's shares of one weight, from the rows alone that they lie in.
+    """Packs this rank's shares of one weight, from the rows alone that they lie in."""
 
-    The shares are those of the whole packed weight, bit for bit: each rank packs the blocks that
-    its codes lie in, which depend on no others. All absmax are then gathered in fp32 (1/16 byte a
-    weight), quantized on every rank where that is asked for, and each keeps its share.
-    """
+    # Each rank packs the blocks that its codes lie in, which depend on no others. All absmax are
+    # then gathered in fp32 (1/16 byte a weight), quantized on every rank where that is asked for.
 
     settings: CodecSettings
 
@@ -551,10 +532,7 @@ class ShareSlot(Slot):
         self._error = self._error or error
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return this rank's shares of codes and, by name, statistics; and code tables.
-
-        All ranks must call it.
-        """
+        """Return this rank's shares of codes and, by name, statistics; all ranks must call it."""
         codes = torch.empty(0, dtype=torch.uint8, device=self.device)
         longest = max(last - first for first, last in self._blocks)
         # The last number says whether this rank has failed.
@@ -636,12 +614,9 @@ def pack_parameter(
 def weights_to_keep(
     model: Any, spec: PackingPlan, files: Checkpoint | None
 ) -> dict[str, CodecSettings]:
-    """Return how the expert weights of a load are packed whose own codes are kept, by name.
-
-    That is MXFP4 as gpt-oss has it, `N_blocks` and `N_scales` for the whole of a fused parameter N.
-    Experts that the folder holds in another form are dequantized and packed anew.
-    """
-    kept = {}
+    """Return how the expert weights of a load are packed whose own codes are kept, by name."""
+    # MXFP4 as gpt-oss has it, `N_blocks` and `N_scales` for the whole of a fused parameter N.
+    kept, fields = {}, {"kind": NATIVE.kind, "skip_modules": (), "stored_transposed": True}
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
         for name, param in spec.params.items():
             key = canonical_name(model, name, files)
@@ -652,7 +627,7 @@ def weights_to_keep(
             whole = *param.shape, MX_BLOCK // 2
             turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
             if len(blocks) == 4 and turned == whole and scales == blocks[:3]:
-                kept[name] = kept_settings(spec.settings)
+                kept[name] = replace(spec.settings, **fields)  # type: ignore[arg-type]
     if not kept:
         warnings.warn(
             "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "

@@ -21,7 +21,7 @@ from ..experts.forward import BOUND_METHODS, dequantize
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout
 from ..lora.inject import announce
-from ..lora.stock_calls import add_adapter, load_adapter, named_modules
+from ..lora.stock_calls import load_adapter, named_modules
 from ..packing import decoders, parametrize
 from ..packing.settings import CodecSettings
 from ..world import world
@@ -40,11 +40,7 @@ def finish_packing(
 
     modules = {entry.name: model.get_submodule(entry.name) for entry in layout.modules}
     packed = {name: {*parametrize.packed_names(module)} for name, module in modules.items()}
-    names = [
-        name
-        for name, weights in packed.items()
-        if any(not parametrize.is_foreign(modules[name], weight) for weight in weights)
-    ]
+    names = [name for name, weights in packed.items() if weights]
     left = forward.activate(model, names)
     for name in names:
         weights, parts = packed[name], name.split(".")
@@ -98,7 +94,6 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,

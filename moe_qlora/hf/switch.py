@@ -2,23 +2,13 @@
 
 It changes two things only: which classes transformers' quantizer mapping names for bitsandbytes
 configs, and that such a config wins over the one in a folder that its maker quantized. Turning it
-off puts back exactly what was there. The path of one load:
+off puts back exactly what was there. One load calls, in this order (quantizer.py):
 
-    with enabled(): from_pretrained(path, quantization_config=...)
-      |
-      |  AutoHfQuantizer.merge_quantization_configs  ->  `_preferring_bitsandbytes`
-      |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
-      v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
-    preprocess_model              the model is on meta: detect its expert weights, and decide what
-                                  is packed (checkpoint/rows.py): by the user's config, or of a
-                                  packed folder by its manifest
-    update_weight_conversions     hide from transformers what is packed, or made of a maker's codes;
-                                  it loads the rest, stock
+    preprocess_model              on meta: detect expert weights, decide what is packed
+    update_weight_conversions     hide that from transformers, which loads the rest
     tie_weights                   read, pack and put into place what was hidden (fill.py)
-    postprocess_model             attach packed weights (packing/parametrize.py), select the experts
-                                  forward, mark the model quantized (model.py), and leave the model
-                                  with a quantizer of the stock class
+    postprocess_model             attach packed weights, select the experts forward (model.py)
 """
 
 from __future__ import annotations
@@ -86,11 +76,10 @@ def enabled(
     also by an exception. It is the process's: other threads' loads are packed meanwhile as well.
 
     Args:
-        skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
-            in 16 bit, on top of their own config's, where the caller does not reach that.
-        keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
-            computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
-            maker's. All else is dequantized and packed by the caller's config.
+        skip_modules: Patterns, as in `llm_int8_skip_modules`, of modules that loads within the
+            block leave in 16 bit, on top of their own config's.
+        keep_codes: Let experts keep the MXFP4 codes of gpt-oss, 4.25 bits a weight. All else is
+            dequantized and packed by the caller's config.
         offload: Load packed experts into host memory, as `offload_experts(model)`, which then
             returns the `Offload`, would move them there; the device never holds more than one of
             them. `quantize_experts` within the block does the same with a built model. Each rank

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
-from transformers import PreTrainedModel
 
 from ..errors import ConfigError, MoeQloraError
 from .host import ExpertsHost
@@ -48,17 +47,14 @@ class MoeQloraArgs(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        if is_named(data):
-            check(data)
-            return data
-        return {key: value for key, value in data.items() if key != BLOCK}
+    def _other_runs(cls, data: Any) -> Any:
+        # axolotl calls every plugin that it has loaded in the process
+        if isinstance(data, Mapping) and not is_named(data):
+            return {key: value for key, value in data.items() if key != BLOCK}
+        return data
 
     @model_validator(mode="after")
     def _stay_away(self) -> Self:
-        # axolotl calls every plugin that it has loaded in the process
         if not is_named({"plugins": getattr(self, "plugins", None)}):
             self.lora_exclude_modules = None
         return self
@@ -74,16 +70,13 @@ class MoeQloraPlugin(BasePlugin):
         self._undo = ExitStack()
 
     def register(self, cfg: Any) -> None:
-        """Refuse settings that cannot work; `cfg` is the file as it was read."""
         self._leave()
         check(cfg)
 
     def on_config_validation_error(self, cfg: Any) -> None:
-        """Leave the run whose configuration was rejected."""
         self._leave()
 
     def get_input_args(self) -> str:
-        """Return where axolotl finds the class of the `moe_qlora:` block."""
         return f"{__name__}.{MoeQloraArgs.__name__}"
 
     def pre_model_load(self, cfg: Any) -> None:
@@ -95,20 +88,9 @@ class MoeQloraPlugin(BasePlugin):
         if not wants_packing(cfg):
             return
         host.check_model(cfg["base_model"], trust_remote_code=bool(cfg.get("trust_remote_code")))
-        host.before_build()
-        stock = vars(PreTrainedModel)["from_pretrained"]
-
-        def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-            self._undo.close()
-            with host:
-                return stock.__get__(None, cls)(*args, **kwargs)
-
-        # No hook hears of a build that fails: packing ends with the load.
-        self._undo.callback(setattr, PreTrainedModel, "from_pretrained", stock)
-        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        host.before_build()  # until post_model_build, or the next run after a build that fails
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Check that everything that should be packed is."""
         if self.host is None or not is_named(cfg):
             return
         report = self.host.after_build(model)
@@ -144,7 +126,6 @@ class MoeQloraPlugin(BasePlugin):
             cfg["lora_dropout"] = 0.0
 
     def post_lora_load(self, cfg: Any, model: Any) -> None:
-        """Connect the adapters, and check that the LoRA that was asked for takes part."""
         self._written.close()
         # DPO, IPO and KTO have no adapter yet: see `post_trainer_create`.
         if self.host is None or not is_named(cfg) or not hasattr(model, "peft_config"):
@@ -178,7 +159,6 @@ class MoeQloraPlugin(BasePlugin):
             self._undo.callback(prepared.remove)
 
     def post_lora_merge(self, cfg: Any, adapter_path: str, output_path: str) -> None:
-        """Write the merged weights again, as the adapter was trained."""
         if not is_named(cfg):
             return
         settings = ExpertsSettings.read(cfg.get(BLOCK))
@@ -187,7 +167,6 @@ class MoeQloraPlugin(BasePlugin):
             LOG.info("moe_qlora has merged the adapter again: %s", report)
 
     def post_train_unload(self, cfg: Any) -> None:
-        """Switch everything off, however training ended."""
         self._leave()
 
     def _leave(self) -> None:
@@ -209,16 +188,10 @@ def read_config(file: str) -> Any:
 
 
 def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
-    """Restore one entry, or take it out where there was none."""
     if name in before:
         values[name] = before[name]
     else:
         values.pop(name, None)
-
-
-def _config_only(cfg: Any) -> bool:
-    """True if axolotl leaves the adapters to the trainer."""
-    return _loss_of(cfg) in ("dpo", "ipo", "kto")
 
 
 def _loss_of(cfg: Any) -> str:
@@ -226,14 +199,14 @@ def _loss_of(cfg: Any) -> str:
     return str(cfg.get("rl") or "").rpartition(".")[2].lower()
 
 
+def _config_only(cfg: Any) -> bool:
+    return _loss_of(cfg) in ("dpo", "ipo", "kto")
+
+
 def _replace_merged(
     host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
 ) -> MergeReport:
-    """Merge again, and replace the weights that axolotl has written to `out`.
-
-    axolotl's merge only supports experts packed by axolotl: it drops others that are separate
-    tensors in the checkpoint, and quantizes only Linear layers as in training.
-    """
+    # axolotl's merge drops experts that are separate tensors in the checkpoint.
     target, base = Path(out), Path(str(cfg["base_model"])).expanduser()
     if not base.is_dir():
         from huggingface_hub import snapshot_download
@@ -245,9 +218,9 @@ def _replace_merged(
             report = host.merge(base, adapter, fresh)
         except MoeQloraError as error:
             raise type(error)(
-                f"{out} was written by axolotl, whose merge does not know of packed experts, and "
-                f"is not to be used; merging anew failed ({error}): run moe-qlora merge "
-                f"{cfg['base_model']} {adapter} OUT."
+                f"{out} was written by axolotl, which cannot merge packed experts, and is not to "
+                f"be used; merging anew failed ({error}): run moe-qlora merge {cfg['base_model']} "
+                f"{adapter} OUT."
             ) from error
         for pattern in _WEIGHTS:
             for old in target.glob(pattern):

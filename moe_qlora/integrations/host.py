@@ -11,8 +11,7 @@
     ...                                              # train, and save_pretrained as ever
     host.merge(base, adapter, out)                   # a plain checkpoint, as it was trained
 
-A loader with hooks instead of blocks calls `before_build` and, on every way out, `after_build` or
-`close`. The settings serve several models, one after the other.
+A loader with hooks calls `before_build` and, on every way out, `after_build` or `close`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsHost:
-    """Packed experts for one run of a loader; as a context manager it closes itself.
-
-    `settings` are the `moe_qlora:` block of a YAML file, or checked ones; wrong ones are a
-    `ConfigError`.
-    """
+    """Packed experts for one run of a loader; as a context manager it closes itself."""
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
         self.settings = ExpertsSettings.read(settings)
@@ -64,8 +59,7 @@ class ExpertsHost:
     ) -> None:
         """Refuse a model without fused experts, or without a role that gets LoRA, before its load.
 
-        One that cannot be built on the meta device is left to `after_build`. Raises a
-        `DetectionError` or a `ConfigError`.
+        One that cannot be built on meta is left to `after_build`.
         """
         if not self.settings.pack_experts:
             return
@@ -85,10 +79,7 @@ class ExpertsHost:
             )
 
     def before_build(self, quantization_config: Any = None) -> None:
-        """Pack experts in `from_pretrained` from now on, until `after_build` or `close`.
-
-        Unsupported settings of the load's `BitsAndBytesConfig` (or its dict) are a `ConfigError`.
-        """
+        """Pack experts in `from_pretrained` until `after_build` or `close`; check the config."""
         self.close()
         if not self.settings.pack_experts:
             return
@@ -111,15 +102,11 @@ class ExpertsHost:
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
     ) -> QuantizationReport | None:
-        """Check that every fused expert weight of a built model, or a `PeftModel`, is packed.
+        """Check that every expert weight of a model is packed, or with `pack` pack the others now.
 
-        `quantization_config=None` is the model's own. `pack` packs the others now, for loaders that
-        do not use `from_pretrained`.
-
-        Raises:
-            DetectionError: The model has no fused expert weights.
-            ConfigError: It was not loaded in 4 or 8 bit.
-            QuantizationError: Weights are not packed; it names each.
+        `quantization_config=None` is the model's own. A model without experts is a
+        `DetectionError`, one loaded in 16 bit a `ConfigError`; a `QuantizationError` names weights
+        that are not packed.
         """
         self._switch.close()
         if not self.settings.pack_experts:
@@ -142,7 +129,7 @@ class ExpertsHost:
         skips = fields.get("llm_int8_skip_modules") or ()
         if more := [each for each in self.settings.skip_modules if each not in skips]:
             config = {**fields, "llm_int8_skip_modules": [*skips, *more]}
-        unpacked = weights_to_pack(model, layout, config, CodecSettings.from_config(config))
+        unpacked = weights_to_pack(model, layout, CodecSettings.from_config(config))
         if unpacked and not pack:
             names = ", ".join(f"{param.name} {tuple(param.shape)}" for param in unpacked)
             raise QuantizationError(
@@ -156,8 +143,7 @@ class ExpertsHost:
         """Return a new config for this model, with LoRA on experts and routers as settings say.
 
         A loader that makes its own `LoraConfig` takes lists of targets from it, and
-        `lora_dropout=0` if experts get LoRA: `after_peft` sets the dropout. A `ConfigError` says
-        what packed experts cannot have.
+        `lora_dropout=0` if experts get LoRA: `after_peft` sets the dropout.
         """
         from ..lora.config import adapt_lora_config
 
@@ -166,10 +152,7 @@ class ExpertsHost:
         return self._adapted
 
     def after_peft(self, peft_model: PeftModel) -> PeftModel:
-        """Connect LoRA on packed experts that stock PEFT made from lists, in place.
-
-        LoRA that is asked for and would have no effect is an `AdapterError`.
-        """
+        """Connect stock PEFT's LoRA on packed experts; LoRA without effect is an error."""
         configs, wanted = getattr(peft_model, "peft_config", None), self.settings.lora_experts
         if not configs or not hasattr(peft_model, "base_model"):
             if wanted:
@@ -203,9 +186,9 @@ class ExpertsHost:
     ) -> PreparedTraining | None:
         """Call `moe_qlora.prepare_training` on a model with adapters, unless settings say not to.
 
-        `batch_size` are rows in a forward of one device, of which those of preferences are two
-        sequences; `objective` is "sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo" or
-        another word. A step that does not fit is a `ConfigError` if the settings ask for this.
+        `batch_size` are rows in a forward of one device, two sequences each if `objective` compares
+        pairs ("dpo", "ipo", "orpo", "simpo", "cpo", "rm"). A step that does not fit is a
+        `ConfigError` if the settings ask for this, else a warning.
         """
         asked = self.settings.prepare_training
         if asked is False:
@@ -238,7 +221,6 @@ class ExpertsHost:
 
 
 def _layout_of(model: nn.Module) -> ModelLayout:
-    """Return `detect(model)`; raise if it has no fused expert weights."""
     from ..detection.detect import detect
 
     layout = detect(model)
@@ -251,9 +233,7 @@ def _layout_of(model: nn.Module) -> ModelLayout:
     raise DetectionError(f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false.")
 
 
-_PAIRS = frozenset({"dpo", "ipo", "orpo", "simpo", "cpo", "rm"})
-_OF_LABELS = frozenset({"sft", "pt", "rm"})  # the model's own loss, or one number a sequence
-_WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
+_PAIRS = ("dpo", "ipo", "orpo", "simpo", "cpo", "rm")
 
 
 def loss_of(objective: str) -> Loss | None:
@@ -262,22 +242,21 @@ def loss_of(objective: str) -> Loss | None:
     Preference losses and policy gradients read the probability of each token: loaders' trainers
     keep the logits of all tokens for it. Unknown objectives have no reference.
     """
-    if objective in _OF_LABELS:
+    if objective in ("sft", "pt", "rm"):  # the model's own loss, or one number a sequence
         return None
     import torch
     from torch.nn import functional as F
 
     def mean(model: Any, batch: dict[str, Any]) -> Tensor:
-        """Of the log-probabilities, row by row, as TRL's `selective_log_softmax` for 16 bit."""
+        # Of the log-probabilities, row by row, as TRL's `selective_log_softmax` for 16 bit.
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
-        rows = zip(logits, labels, strict=True)
+        rows = zip(model(**inputs).logits[:, :-1], batch["labels"][:, 1:], strict=True)
         found = [-F.cross_entropy(a.float(), b, reduction="none") for a, b in rows]
         return torch.stack(found).mean()
 
     def loss(model: Any, batch: dict[str, Any]) -> Tensor:
         policy = mean(model, batch)
-        if objective not in _WITH_REFERENCE:
+        if objective not in ("dpo", "ipo", "kto"):
             return policy
         # While the policy's activations are alive, as in TRL 1.9.
         with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():

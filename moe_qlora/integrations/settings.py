@@ -37,33 +37,41 @@ def _is_stage_3(value: Any) -> bool:
     return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 
-# Key -> why it collides with the plugin, and what to do.
-_COLLISIONS = {
-    "quantize_moe_experts": "axolotl would pack the experts too; take out one of the two",
-    "nf4_backend": "experts are packed by bitsandbytes; leave it out",
-    "qlora_sharded_model_loading": "it loads by code that packs no experts; leave it out",
-    "reinit_weights": "a model of random weights is not loaded, so nothing is packed",
-    "gptq": "a GPTQ model is packed already; take the plugin out",
-    "qat": "it trains the weights that are packed and frozen; take out one of the two",
-    "relora": "it merges adapters into weights that packing rounds anew; leave it out",
-    "tensor_parallel_size": "it cannot shard packed experts; use data or context parallelism",
-    "expert_parallel_size": "it shards plain weights only; use data or context parallelism",
-    "deepspeed": "stage 3 takes weights apart before they are packed; use stage 2, or FSDP",
-    "fsdp_config": "only the first rank gets experts; set cpu_ram_efficient_loading to false",
-    "use_scattermoe": "packed experts run on moe_qlora's own kernels; leave it out",
-    "use_sonicmoe": "packed experts run on moe_qlora's own kernels; leave it out",
-    "experts_implementation": "packed experts run through 'moe_qlora'; leave it out",
-}
-
-# Key -> whether a value of it collides, where not each that is true does.
-_IF: dict[str, Callable[[Any], bool]] = {
-    "nf4_backend": lambda value: value == "torchao",
-    # axolotl's kernels plugin writes "eager" by itself
-    "experts_implementation": lambda value: value not in (None, "eager", "moe_qlora"),
-    "tensor_parallel_size": lambda value: isinstance(value, int) and value > 1,
-    "expert_parallel_size": lambda value: isinstance(value, int) and value > 1,
-    "deepspeed": lambda value: bool(value) and _is_stage_3(value),
-    "fsdp_config": lambda value: bool((value or {}).get("cpu_ram_efficient_loading")),
+# Key -> why it collides with the plugin and what to do, and which of its values do.
+_COLLISIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "quantize_moe_experts": ("axolotl would pack the experts too; take out one of the two", bool),
+    "nf4_backend": (
+        "experts are packed by bitsandbytes; leave it out",
+        lambda value: value == "torchao",
+    ),
+    "qlora_sharded_model_loading": ("it loads by code that packs no experts; leave it out", bool),
+    "reinit_weights": ("a model of random weights is not loaded, so nothing is packed", bool),
+    "gptq": ("a GPTQ model is packed already; take the plugin out", bool),
+    "qat": ("it trains the weights that are packed and frozen; take out one of the two", bool),
+    "relora": ("it merges adapters into weights that packing rounds anew; leave it out", bool),
+    "tensor_parallel_size": (
+        "it cannot shard packed experts; use data or context parallelism",
+        lambda value: isinstance(value, int) and value > 1,
+    ),
+    "expert_parallel_size": (
+        "it shards plain weights only; use data or context parallelism",
+        lambda value: isinstance(value, int) and value > 1,
+    ),
+    "deepspeed": (
+        "stage 3 takes weights apart before they are packed; use stage 2, or FSDP",
+        lambda value: bool(value) and _is_stage_3(value),
+    ),
+    "fsdp_config": (
+        "only the first rank gets experts; set cpu_ram_efficient_loading to false",
+        lambda value: bool((value or {}).get("cpu_ram_efficient_loading")),
+    ),
+    "use_scattermoe": ("packed experts run on moe_qlora's own kernels; leave it out", bool),
+    "use_sonicmoe": ("packed experts run on moe_qlora's own kernels; leave it out", bool),
+    "experts_implementation": (
+        "packed experts run through 'moe_qlora'; leave it out",
+        # axolotl's kernels plugin writes "eager" by itself
+        lambda value: value not in (None, "eager", "moe_qlora"),
+    ),
 }
 
 
@@ -73,10 +81,7 @@ def wants_packing(cfg: Mapping[str, Any]) -> bool:
 
 
 def check(cfg: Mapping[str, Any]) -> None:
-    """Refuse a configuration that names the plugin and cannot be followed, by a `ConfigError`.
-
-    It may be as it was read from the file, or as axolotl's schema gets it.
-    """
+    """Refuse a configuration that names the plugin and cannot be followed, by a `ConfigError`."""
     settings = ExpertsSettings.read(cfg.get(BLOCK))
     if not wants_packing(cfg):
         return
@@ -90,9 +95,8 @@ def check(cfg: Mapping[str, Any]) -> None:
     if cfg.get(other) or not cfg.get(own):
         seen = f"{other} is true" if cfg.get(other) else f"{own} is not true"
         raise ConfigError(f"adapter is {adapter!r} and {seen}: set {own}: true alone.")
-    for key, why in _COLLISIONS.items():
-        value = cfg.get(key)
-        if _IF.get(key, bool)(value):
+    for key, (why, collides) in _COLLISIONS.items():
+        if collides(value := cfg.get(key)):
             seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
             raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
     if settings.prepare_training and cfg.get("torch_compile"):

@@ -24,6 +24,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,26 +73,13 @@ def adapters_to_vllm(
         AdapterError: vLLM cannot serve this adapter.
         CheckpointError: The base is missing, damaged or of another kind.
     """
-
-    def make(**kwargs: Any) -> AdapterGeneration:
-        return AdapterGeneration(
-            base=base, folder=folder, any_base=any_base, engine=engine_options, **kwargs
-        )
-
+    own: Any = {"base": base, "folder": folder, "any_base": any_base, "engine": engine_options}
     with ExitStack() as undo:
         for name in _TRAINERS:
-            undo.enter_context(_replaced(importlib.import_module(name), "VLLMGeneration", make))
+            module: Any = importlib.import_module(name)
+            undo.callback(setattr, module, "VLLMGeneration", module.VLLMGeneration)
+            module.VLLMGeneration = partial(AdapterGeneration, **own)
         yield
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 class AdapterGeneration(VLLMGeneration):
@@ -114,23 +102,18 @@ class AdapterGeneration(VLLMGeneration):
             )
         self._base = absolute(base or model.get_base_model().name_or_path)
         self._any_base, self._engine = any_base, engine
-        # A server may run in another directory, and gets this path.
-        self._given_folder = None if folder is None else absolute(folder)
         self._run, self._syncs = uuid.uuid4().hex[:8], 0
         super().__init__(model=model, **kwargs)
-        self._folder = self._shared_folder()
-
-    def _shared_folder(self) -> Path:
-        """Create one folder for all processes of the run; removed with this object."""
-        made: list[str | None] = [None]
+        made: list[Any] = [None]
         if self.accelerator.is_main_process:
-            if self._given_folder is not None:
-                self._given_folder.mkdir(parents=True, exist_ok=True)
-            folder = tempfile.mkdtemp(prefix="adapters-", dir=self._given_folder)
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            made[0] = folder
+            # One folder for all processes; a server, which may run elsewhere, gets its path.
+            place = None if folder is None else absolute(folder)
+            if place is not None:
+                place.mkdir(parents=True, exist_ok=True)
+            made[0] = tempfile.mkdtemp(prefix="adapters-", dir=place)
+            weakref.finalize(self, shutil.rmtree, made[0], ignore_errors=True)
         broadcast_object_list(made, from_process=0)
-        return Path(str(made[0]))
+        self._folder = Path(made[0])
 
     def _init_vllm(self) -> None:
         if self.enable_sleep_mode:
@@ -148,8 +131,11 @@ class AdapterGeneration(VLLMGeneration):
         if not hasattr(vllm_generation, "LLM"):  # TRL says that vLLM is not installed
             super()._init_vllm()
             return
-        with _replaced(vllm_generation, "LLM", self._start_engine):
+        stock, vllm_generation.LLM = vllm_generation.LLM, self._start_engine
+        try:
             super()._init_vllm()
+        finally:
+            vllm_generation.LLM = stock
 
     def _start_engine(self, **kwargs: Any) -> Any:
         from vllm import LLM
@@ -180,33 +166,25 @@ class AdapterGeneration(VLLMGeneration):
         return AdapterLLM(**{**kwargs, **self._engine})
 
     def sync_weights(self) -> None:
-        """Load the current adapter into the engine, replacing the last one."""
         self._syncs += 1
         # A new name each time: vLLM's prefix cache goes by the adapter's name.
         name = f"moe-qlora-{self._run}-{self._syncs}"
-        served = self._folder / name
-        self._write(served)
+        served, trained, model = self._folder / name, self._folder / "trained", self.model
+        first, adapter = self.accelerator.is_main_process, model.active_adapter
+        options = {"save_embedding_layers": False, "is_main_process": first}
+        model.save_pretrained(str(trained), selected_adapters=[adapter], **options)
+        if first:
+            source = trained if adapter == "default" else trained / adapter
+            export_adapter(source, served, base=self._base, target="vllm", any_base=self._any_base)
         self.accelerator.wait_for_everyone()
         if self.mode == "colocate":
             self.llm.load_adapter(name, self._syncs, str(served))
-        elif self.accelerator.is_main_process:
+        elif first:
             self.vllm_client.load_adapter(name, str(served))
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            for earlier in self._folder.iterdir():
-                if earlier != served:
-                    shutil.rmtree(earlier, ignore_errors=True)
-
-    def _write(self, served: Path) -> None:
-        """Write the active adapter in vLLM's layout; all processes call this."""
-        model, name = self.model, self.model.active_adapter
-        trained = self._folder / "trained"
-        first = self.accelerator.is_main_process
-        options = {"save_embedding_layers": False, "is_main_process": first}
-        model.save_pretrained(str(trained), selected_adapters=[name], **options)
-        if first:
-            source = trained if name == "default" else trained / name
-            export_adapter(source, served, base=self._base, target="vllm", any_base=self._any_base)
+        for earlier in self._folder.iterdir() if first else ():
+            if earlier != served:
+                shutil.rmtree(earlier, ignore_errors=True)
 
 
 class AdapterClient(VLLMClient):
@@ -222,7 +200,6 @@ class AdapterClient(VLLMClient):
         self._adapter: str | None = None
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server is up."""
         end = time.monotonic() + total_timeout
         while True:
             try:
@@ -237,12 +214,10 @@ class AdapterClient(VLLMClient):
             time.sleep(retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration; TRL reads its mode of logprobs."""
         info: dict[str, Any] = self._get(f"{self.base_url}/server_info?config_format=json")
         return info["vllm_config"]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load an adapter into the server from a folder, use it, and unload the last one."""
         body = {"lora_name": name, "lora_path": folder}
         _answer(f"{self.base_url}/v1/load_lora_adapter", body)
         last, self._adapter, self.model = self._adapter, name, name
@@ -260,10 +235,6 @@ class AdapterClient(VLLMClient):
 
 
 def _answer(url: str, body: Any = None, timeout: float | None = None) -> str:
-    """Return a server's answer; `body` is posted as JSON, None gets.
-
-    `timeout` is the most seconds without a response; None waits for ever.
-    """
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     try:

@@ -41,18 +41,15 @@ def adapt_lora_config(
     """Return a new config, adapted to a model with packed experts; the caller's is not touched.
 
     The result can be given to `get_peft_model` of this package or of stock PEFT. Saved, it writes
-    the caller's own targets and excludes. On a model without packed experts it is an equal copy. A
-    trainer that loads the model itself takes a `LoraConfig` that names the experts in
-    `target_parameters` (`["experts.gate_up_proj", "experts.down_proj"]`).
+    the caller's own targets and excludes. On a model without packed experts it is an equal copy.
 
     Args:
         model: The model that the adapter is for.
-        lora_config: A `peft.LoraConfig` (or any other PEFT config with target_modules, where
-            experts are left alone).
+        lora_config: A `peft.LoraConfig`, or any other PEFT config with target_modules, where
+            experts are left alone.
         experts: True adds LoRA on every packed expert parameter, a collection of roles ("gate_up",
             "down") on those; of the layers in `layers_to_transform`, where it is set.
-        router: Adds LoRA on the routers, which are left alone otherwise, unless `target_modules` or
-            `target_parameters` names them.
+        router: Adds LoRA on the routers, which have it otherwise only where they are named.
         scale_expert_rank: True gives experts the rank r // top_k (at least 1) with the model's own
             top-k, an int with that number. The caller's `rank_pattern` goes before it, and
             `lora_alpha` stays, so the scaling alpha / rank grows.

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -76,9 +76,9 @@ def load_adapter(
             # An adapter was trained as it is, also where it is to be trained further.
             warnings.filterwarnings("ignore", WARNING, UserWarning)
             result = type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
-    except MoeQloraError:
-        raise
     except RuntimeError as error:  # torch's list of tensors of another shape
+        if isinstance(error, MoeQloraError):
+            raise
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         said = f"{called} does not fit this model: {first.rstrip('.')}"
         raise AdapterError(f"{said}; load it on the model that it was trained on.") from error
@@ -160,19 +160,13 @@ def check_adapter(
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
     """
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
-    if folder.is_dir():
-        _check_files(folder)
-        if not any_base:
-            training_codec.check_noted_base(folder, base)
-    elif root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
-        raise CheckpointError(
-            f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
-        )
-
-
-def _check_files(folder: Path) -> None:
-    file = folder / CONFIG
-    if not file.is_file():
+    if not folder.is_dir():
+        if root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
+            raise CheckpointError(
+                f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
+            )
+        return
+    if not (file := folder / CONFIG).is_file():
         inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
         such = f", such as the {listed(inner)} in it" if inner else ""
         raise CheckpointError(
@@ -199,24 +193,24 @@ def _check_files(folder: Path) -> None:
         raise CheckpointError(
             f"{folder} has no {WEIGHTS}; copy the whole folder that save_pretrained wrote."
         )
+    if not any_base:
+        training_codec.check_noted_base(folder, base)
 
 
 @contextmanager
 def reading(adapter: str | os.PathLike[str]) -> Iterator[None]:
     """Turn errors of PEFT, safetensors or the hub into a `CheckpointError` that names the file."""
+    damaged = SafetensorError, UnpicklingError, EOFError
     try:
         yield
-    except MoeQloraError:
-        raise
-    except (SafetensorError, UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{adapter} has damaged weights ({first_line(error)}); copy the folder again."
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{adapter} cannot be loaded as an adapter: {first_line(error)}; name a folder that "
-            "save_pretrained wrote, or the id of an adapter on the hub."
-        ) from error
+    except (*damaged, OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, MoeQloraError):
+            raise
+        what = f"{adapter} cannot be loaded as an adapter: {first_line(error)}; name a folder that "
+        what += "save_pretrained wrote, or the id of an adapter on the hub."
+        if isinstance(error, damaged):
+            what = f"{adapter} has damaged weights ({first_line(error)}); copy the folder again."
+        raise CheckpointError(what) from error
 
 
 def save_pretrained(
@@ -244,9 +238,19 @@ def save_pretrained(
     if state_dict is None:
         return
     tensors: dict[str, WholeTensor] = {}
-    if ranks.is_divided(self, state_dict):
-        names = asked["selected_adapters"] or list(self.peft_config)
-        tensors = _adapter_tensors(self, state_dict, names, asked["save_embedding_layers"])
+    if ranks.is_divided(state_dict):
+        # Numbers in place of tensors: PEFT 0.21.2 gathers DTensors itself, on this rank alone,
+        # where transformers has loaded the model on several ranks.
+        places = {key: torch.tensor(number) for number, key in enumerate(state_dict)}
+        layers, keys = asked["save_embedding_layers"], list(state_dict)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the save itself says it again
+            for name in asked["selected_adapters"] or list(self.peft_config):
+                chosen = get_peft_model_state_dict(
+                    self, dict(places), name, save_embedding_layers=layers
+                )
+                for key in sorted(map(int, chosen.values())):
+                    tensors[keys[key]] = ranks.plain_tensor(state_dict[keys[key]])
     if not ranks.is_first() and not any(tensor.divided for tensor in tensors.values()):
         return
 
@@ -265,28 +269,3 @@ def save_pretrained(
             move_files(work, folder, CONFIG)
 
     ranks.gather_to_first(tensors, write, f"Saving the adapter to {folder}")
-
-
-def _adapter_tensors(
-    model: PeftModel,
-    state_dict: Mapping[str, Any],
-    adapters: Sequence[str],
-    save_embedding_layers: str | bool,
-) -> dict[str, WholeTensor]:
-    """Return the tensors of the state dict that PEFT will write."""
-    # Numbers in place of tensors: PEFT 0.21.2 gathers DTensors itself, on this rank alone, where
-    # transformers has loaded the model on several ranks.
-    places = {key: torch.tensor(number) for number, key in enumerate(state_dict)}
-    written: set[int] = set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the save itself says it again
-        for adapter in adapters:
-            chosen = get_peft_model_state_dict(
-                model, dict(places), adapter, save_embedding_layers=save_embedding_layers
-            )
-            written |= {int(number) for number in chosen.values()}
-    return {
-        key: world().plain_tensor(value)
-        for number, (key, value) in enumerate(state_dict.items())
-        if number in written
-    }

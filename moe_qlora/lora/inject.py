@@ -28,21 +28,19 @@ _HANDLE = "_moe_qlora_announcement"
 def coverage(model: nn.Module, adapter: str) -> str:
     """Return one sentence on the layers and expert weights with an adapter."""
     host: Any = model
-    experts = packed_parameters(model)
-    adapted: dict[str, list[str]] = {"layers": [], "expert weights": []}
+    experts, layers, weights = packed_parameters(model), list[str](), list[str]()
     for path, layer in base_model(model).named_modules():
         factors = getattr(layer, "adapter_layer_names", ())
         if isinstance(layer, BaseTunerLayer) and any(adapter in getattr(layer, f) for f in factors):
             name = unwrapped_name(path)
             parameter = f"{name}.{getattr(layer, 'parameter_name', '')}"
-            kind = "expert weights" if parameter in experts else "layers"
-            adapted[kind].append(parameter if parameter in experts else name)
+            weights.append(parameter) if parameter in experts else layers.append(name)
+    counts = {"layers": layers, f"of {len(experts)} expert weights": weights}
     parts = []
-    for kind, names in adapted.items():
+    for kind, names in counts.items():
         leaves = listed(sorted({name.rpartition(".")[2] for name in names}), most=8)
-        total = f" of {len(experts)}" if kind == "expert weights" and experts else ""
-        if names or total:
-            parts.append(f"{len(names)}{total} {kind}" + (f" ({leaves})" if names else ""))
+        if names or kind != "layers":
+            parts.append(f"{len(names)} {kind}" + (f" ({leaves})" if names else ""))
     trained, everything = PeftModel.get_nb_trainable_parameters(host)
     peft_type = host.peft_config[adapter].peft_type
     return (

@@ -1,21 +1,14 @@
 """PEFT's layers over packed weights: their names and files, but not their W + s B A.
 
 PEFT wraps a module once for each adapted parameter, in the order in which these were registered
-(`gate_up_proj` inside `down_proj`); adapter files name them so. At each forward a stock wrapper
-registers a parametrization that computes W + s B A. Over packed weights that leaks, hides the inner
-of two wrappers, merges into a temporary, and would save a decoded layer for backward. Here:
-
-- the experts forward of this package asks the module's `ExpertAdapters` for the active factors and
-  adds s B (A x) to the packed product: exact, and without dense gradients;
-- for another forward, the wrapper adds s B A to the weight that the parametrization decodes, for
-  the length of the call, at stock PEFT's cost in memory and rounding. Dropout is refused there;
-- where other code has bound a forward (experts/forward_override.py), either may run: the wrapper
-  prepares for both, and each adds LoRA itself.
+(`gate_up_proj` inside `down_proj`); adapter files name them so. The experts forward of this package
+asks the module's `ExpertAdapters` for the active factors and adds s B (A x) to the packed product.
+For another forward, which other code may have bound too (experts/forward_override.py), the wrapper
+adds s B A to the weight that the parametrization decodes, for the length of the call.
 
 PEFT merges into a packed Linear layer by packing W + s B A again, which rounds away much of s B A.
 Here a merged layer is a plain `nn.Linear`, summed in fp32 and rounded once, and `unmerge` puts the
-packed one back. Some modules read the weight of a Linear layer instead of calling it, as Longcat's
-routers and Mamba layers do: there it is W + s B A.
+packed one back.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
@@ -157,8 +150,12 @@ class ParamWrapper(StockParamWrapper):
             return self.base_layer(x, *args, **kwargs)
         # A forward that other code has bound may still call the one that adds LoRA itself.
         if is_packed(base, self.parameter_name):
-            with parametrize.decoded_by(base, self.parameter_name, self._add_on_read):
+            chain = parametrize.parametrization_list(base, self.parameter_name)._modules
+            chain[last := str(len(chain))] = self._add_on_read
+            try:
                 return self.base_layer(x, *args, **kwargs)
+            finally:
+                del chain[last]
         self.check_dropped(self.active_factors())
         self.adds_itself = True
         try:
@@ -274,10 +271,8 @@ class ParamWrapper(StockParamWrapper):
         original = self._unmerged or read_packed(base, self.parameter_name)
         every = [*self.merged_adapters, *names]
         merged = self._sum(original, every)
-        if safe_merge and first_nonfinite(merged) is not None:
-            raise ValueError(
-                f"NaNs detected in the merged weights. The adapter {every[-1]} seems to be broken"
-            )
+        if safe_merge:
+            _check_merged(every[-1], merged)
         self._replace(merged)
         self._unmerged = original
         self.merged_adapters.extend(names)
@@ -315,9 +310,8 @@ class ParamWrapper(StockParamWrapper):
             super().unmerge()
             return
         base, name, packed = self.get_base_layer(), self.parameter_name, self._unmerged
-        now: Any = (
-            parametrize.original_of(base, name) if is_packed(base, name) else base._parameters[name]
-        )
+        is_again = is_packed(base, name)
+        now: Any = parametrize.original_of(base, name) if is_again else base._parameters[name]
         self._replace(torch.empty(0, device=now.device))
         packed = packed if packed.device == now.device else packed.to(now.device)
         parametrize.attach(base, name, packed)
@@ -334,6 +328,12 @@ class ParamWrapper(StockParamWrapper):
     def _unmerge_if_disabled(self) -> None:
         if self.disable_adapters and self.merged:
             self.unmerge()
+
+
+def _check_merged(adapter: str, *weights: Tensor) -> None:
+    if any(first_nonfinite(weight) is not None for weight in weights):
+        said = f"NaNs detected in the merged weights. The adapter {adapter} seems to be broken"
+        raise ValueError(said)
 
 
 class _AddOnRead(nn.Module):
@@ -370,9 +370,9 @@ def use_own_layers(model: nn.Module) -> None:
 
 
 class ReadLinear(StockLinear):
-    """LoRA on a Linear layer that is also right where its weight is read: it is W + s B A then.
+    """LoRA on a Linear layer whose weight the model reads, W + s B A in W's dtype.
 
-    The sum has W's dtype, as the code around it expects. Dropout is for calls alone.
+    Longcat's routers and Mamba layers do. Dropout is for calls alone.
     """
 
     @property
@@ -411,10 +411,8 @@ class _ExactMerge:
                 weight.addmm_(b, a, alpha=self.scaling[name])
             for name in (name for name in every if self.lora_bias[name]):
                 bias = bias + self.lora_B[name].bias
-        if safe_merge and not all(t.isfinite().all() for t in (weight, bias) if t is not None):
-            raise ValueError(
-                f"NaNs detected in the merged weights. The adapter {every[-1]} seems to be broken"
-            )
+        if safe_merge:
+            _check_merged(every[-1], weight, *([] if bias is None else [bias]))
         merged = nn.Linear(layer.in_features, layer.out_features, bias is not None, device="meta")
         merged.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
         if bias is not None:

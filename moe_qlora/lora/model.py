@@ -24,7 +24,6 @@ from ..checkpoint.folder import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward
-from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
 from ..world import world
 from . import files
@@ -61,14 +60,6 @@ def get_peft_model(
 
     Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
-
-        adapt_lora_config       config.py    a new config for PEFT:
-        |   resolve_targets     targets.py   Targets(excludes, modules, parameters, ...)
-        v
-        peft.get_peft_model                  stock PEFT; for each parameter of packed experts:
-        |   wrap_parameter      layer.py     a ParamWrapper, which the experts forward asks for its
-        v                                    active LoraFactors
-        connect_adapters                     class LoraModel; LoRA on each has an effect
 
     Args:
         model: The model, changed in place as PEFT does.
@@ -114,10 +105,9 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved. Of those with
-    LoRA for each single expert (transformers v4), it reads the ones that PEFT itself can fuse for
-    the model's type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would
-    refuse to load.
+    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those
+    with LoRA for each single expert (transformers v4) that PEFT itself can fuse for the model's
+    type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would refuse.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
@@ -258,7 +248,8 @@ class LoraModel(StockLoraModel):
             forward.clear_quantized(merged)
             return merged
         for module in merged.modules():
-            restore_linear(module)
+            if hasattr(type(module), "restore_stock"):  # a Linear layer that engines can shard
+                cast(Any, module).restore_stock()
         forward.dequantize(merged, dtype)
         kept = kept_dtypes(merged, dtype)
         for name, parameter in merged.named_parameters():

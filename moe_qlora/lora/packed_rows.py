@@ -127,6 +127,11 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
     state = None if "seq_idx" in told else state_of(stack)
     if told not in tried:
         tried[told] = state is not None or _mixes(stack, given, told, run or stack)
+    # A dense mask (B, 1, T, T) may let the first token of a sequence see the one before.
+    found = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    dense = [x[:, 0].diagonal(-1, 1, 2) for x in found if isinstance(x, Tensor) and x.dim() == 4]
+    seen = [(x if x.dtype == torch.bool else x == 0) & starts[:, 1:] for x in dense]
+    crosses = (isinstance(mask, Mapping) and None in found) or any(map(torch.any, seen))
     axes = len(positions) if positions is not None and positions.dim() > 2 else 0
     if given.get("use_cache"):
         reason = "transformers masks no packed row where there is a cache (use_cache=True)"
@@ -134,7 +139,7 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
         reason = "its position_ids have several axes, and none of the text"
     elif tried[told] or ("flash" in str(stack.config._attn_implementation) and len(real) > 1):
         reason = state or "transformers masks this model without their positions"
-    elif _sees_across(mask, starts):
+    elif crosses:
         reason = "the attention_mask that was made for them does not keep them apart"
     elif mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return given | {"use_cache": False}
@@ -149,15 +154,6 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
         f"have them, and they would see each other: {reason}; prepare_training keeps some models' "
         "apart. Train one conversation a row (packing=False, padding_free=False)."
     )
-
-
-def _sees_across(mask: Any, starts: Tensor) -> bool:
-    """Whether a mask `(B, 1, T, T)` lets the first token of a sequence see the one before."""
-    found = list(mask.values()) if isinstance(mask, Mapping) else [mask]
-    dense = [x[:, 0].diagonal(-1, 1, 2) for x in found if isinstance(x, Tensor) and x.dim() == 4]
-    seen = [x if x.dtype == torch.bool else x == 0 for x in dense]
-    unmasked = isinstance(mask, Mapping) and None in found
-    return unmasked or any(bool((x & starts[:, 1:]).any()) for x in seen)
 
 
 def _look(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,6 +172,7 @@ def _mixes(stack: Any, given: Mapping[str, Any], told: tuple[str, ...], run: Any
     bounds = numbers.new_tensor([0, _TRIED - 1, _TRIED]).int()
     says = {"cu": bounds, "ma": _TRIED - 1, "se": last[None].int()}
     known: dict[str, Any] = {each: says[each[:2]] for each in told}
+    known |= {"position_ids": torch.where(last, 0, numbers)[None], "use_cache": False}
     rows = [torch.where(last, 5, numbers + first)[None] for first in (6, 6 + _TRIED)]
     training = [module for module in stack.modules() if module.training]
     held, tried = vars(stack), vars(stack)[_MIXES]
@@ -183,7 +180,6 @@ def _mixes(stack: Any, given: Mapping[str, Any], told: tuple[str, ...], run: Any
     stack.eval()
     try:
         rows = rows if name == "input_ids" else list(map(stack.get_input_embeddings(), rows))
-        known |= {"position_ids": torch.where(last, 0, numbers)[None], "use_cache": False}
         outputs = [run(**{name: row}, **known).last_hidden_state for row in rows]
     finally:
         held[_MIXES] = tried

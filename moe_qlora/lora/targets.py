@@ -1,18 +1,11 @@
 """Which modules and packed parameters a LoraConfig means, and the fields that PEFT gets instead.
 
 `target_modules`, `exclude_modules` and `target_parameters` hold names, each of which matches full
-names and their ends after a dot, or one regular expression for `re.fullmatch`. `resolve_targets`
-returns the three fields for one model; neither the config nor the model is changed:
-
-    exclude_modules    + every packed experts module and the modules inside it; with "all-linear"
-                       also routers that are Linear layers, and layers that LoRA cannot serve
-    target_modules     full names, where PEFT would rewrite the caller's spelling
-    target_parameters  full names of packed parameters: the only spelling that PEFT matches on a
-                       parametrized module
-
-PEFT 0.21 rewrites `target_modules` of 29 model types into `target_parameters` of the fused experts
-and the router; Linear layers of the same leaf names lose their LoRA. The rewrite tests
-`target.endswith(".down_proj")`: an `ExactName` is a full name for which that is False.
+names and their ends after a dot, or one regular expression for `re.fullmatch`. PEFT matches
+parameters of a parametrized module by full names alone. It rewrites `target_modules` of 29 model
+types into `target_parameters` of the fused experts and the router, so that Linear layers of the
+same leaf names lose their LoRA; the rewrite tests `target.endswith(".down_proj")`, which is False
+of an `ExactName`.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..experts.forward import can_serve
 from ..layout import Router, listed, name_pattern, unwrapped, unwrapped_name
-from ..packing.parametrize import is_packed_linear, packed_names, read_packed
+from ..packing.parametrize import is_packed_linear, packed_names
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 
@@ -68,6 +61,10 @@ _UNSUPPORTED: tuple[Variant, ...] = (
     ("init_lora_weights", (True, False, "gaussian"), "it reads or changes the unpacked weights"),
     ("fan_in_fan_out", (False, None), "expert weights carry their own orientation"),
 )
+_RELOAD = (
+    "stock PEFT rewrites the target_modules of this adapter for its model type "
+    "({0.model_type}) and would load its targets wrong; load it with moe_qlora.load_adapter."
+)
 # Where adapters' names begin in a full name, and other parts that PEFT adds to one.
 _ADAPTERS_OWN = re.compile(r"\.(?=lora_|modules_to_save|original_module)")
 _PARTS_OF_KEYS = (
@@ -84,28 +81,16 @@ def refusals(
 ) -> Iterator[str]:
     """Yield a sentence on each setting that packed weights, or LoRA on `experts`, cannot have."""
     saved = tuple(getattr(config, "modules_to_save", None) or ())
-    frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
-    for name, module in model.named_modules() if saved else ():
-        if is_packed_linear(module):
-            frozen[unwrapped_name(name)] = (
-                "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in target_modules "
-                "to train LoRA on it"
-            )
-    for name, instead in frozen.items():
+    linears = [unwrapped_name(n) for n, m in model.named_modules() if saved and is_packed_linear(m)]
+    for name in (*packed, *linears):
         paths = list(accumulate(name.split("."), "{}.{}".format))
         for key in saved:
             if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
                 yield (
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
-                    f"stays frozen; leave it out, or {instead}."
+                    "stays frozen; train LoRA on it, by target_modules or target_parameters, or "
+                    "name it in llm_int8_skip_modules of the BitsAndBytesConfig."
                 )
-    for name in experts:
-        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
-        if len(shape) > 3:
-            yield (
-                f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts two or "
-                "three dimensions; leave it out."
-            )
     if experts and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
         setting, value, reason = found
         shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
@@ -131,10 +116,8 @@ def check_dropout(name: str, module: nn.Module, probability: float) -> None:
 
 
 def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
-    """Raise where one of several adapters has the name of a part of the model.
-
-    PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
-    """
+    """Raise where one of several adapters has the name of a part of the model."""
+    # PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
     if len(adapters) < 2:
         return
     names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
@@ -204,7 +187,7 @@ def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> Non
         warnings.simplefilter("ignore")  # the load has warned of skip patterns
         if config is not None:
             settings = CodecSettings.from_config(config)
-            unpacked = weights_to_pack(model, layout, config, settings)
+            unpacked = weights_to_pack(model, layout, settings)
     if not unpacked:  # llm_int8_skip_modules names them
         return
     asks = f", and the model's quantization_config asks for {settings.kind}" if settings else ""
@@ -219,11 +202,9 @@ def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> Non
 
 
 def unfit_linears(model: nn.Module) -> list[str]:
-    """Return the full names, without adapters, of Linear layers on which LoRA fails.
-
-    The model's own code derives their class from `nn.Linear` and gives it a forward (routers,
-    DeepSeek-V4's grouped projection), or PEFT refuses LoRA on them (Nemotron-H's Mamba layers).
-    """
+    """Return the full names, without adapters, of Linear layers on which LoRA fails."""
+    # The model's own code derives their class from `nn.Linear` and gives it a forward (routers,
+    # DeepSeek-V4's grouped projection), or PEFT refuses LoRA on them (Nemotron-H's Mamba layers).
     own_code = {type(m).__module__ for m in model.modules() if isinstance(m, PreTrainedModel)}
 
     def is_unfit(path: str, kind: type[nn.Linear]) -> bool:
@@ -417,7 +398,7 @@ def resolve_targets(
             left = [n for n in routers if not (router and linear[n])]
             paths += _not_all_linear(model, left)
         excludes = extend("exclude_modules", excludes, paths)
-    modules, weights, left_out, reload = asked.target_modules, list[str](), "", ""
+    modules, weights, left_out, reload = asked.target_modules, list[str](), "", False
     if is_lora(asked) and modules is not None:
         probe = changed(asked, exclude_modules=excludes)
         is_rewritten = rewritten(model, probe) is not None
@@ -428,8 +409,12 @@ def resolve_targets(
         elif everything and packed:  # plain names, which PEFT shortens as those of its own
             modules = set(map(str, exact))
         if is_rewritten:
+            # Stock PEFT is right where it adds nothing but weights of these routers.
             written = changed(probe, target_modules=set(map(str, exact))) if everything else probe
-            reload = _reload_note(model, written, exact, weights)
+            if (stock := rewritten(model, written)) is not None:
+                more = {*stock.target_parameters}.difference(written.target_parameters or ())
+                right = [any(names_parameter(one, name) for name in weights) for one in more]
+                reload = not (right and all(right))
     named = as_names("target_parameters", getattr(asked, "target_parameters", None))
     named = _merge(named, weights, added)
     if named and not isinstance(config, LoraConfig):
@@ -446,7 +431,7 @@ def resolve_targets(
         parameters=parameters or getattr(asked, "target_parameters", None),
         experts=tuple(name for name in packed if name in parameters),
         written=spelled,
-        notes=[note for note in (left_out, reload) if note],
+        notes=[note for note in (left_out, reload and _RELOAD.format(model.config)) if note],
     )
 
 
@@ -484,11 +469,9 @@ def _not_all_linear(model: nn.Module, routers: Collection[str]) -> list[str]:
 def _exactly(
     model: nn.Module, config: Any, bare_routers: Collection[str]
 ) -> tuple[set[ExactName], list[str], str]:
-    """Return the modules that targets reach, weights of bare routers, and one sentence or "".
-
-    transformers v5 keeps most routers as a module with a bare `weight`. The sentence is on modules
-    around a Linear layer, which PEFT refuses (Gemma4ClippableLinear of Gemma-4's towers).
-    """
+    """Return the modules that targets reach, weights of bare routers, and one sentence or ""."""
+    # transformers v5 keeps most routers as a module with a bare `weight`. The sentence is on
+    # modules around a Linear layer, which PEFT refuses (Gemma4ClippableLinear of Gemma-4's towers).
     served = (*_SERVED, *(getattr(config, "_custom_modules", None) or ()))
     exact, weights, around = set[ExactName](), list[str](), dict[str, tuple[str, str]]()
     for name in reached_modules(model, config):
@@ -520,25 +503,6 @@ def _exactly(
     return exact, weights, said
 
 
-def _reload_note(
-    model: nn.Module, written: PeftConfig, modules: set[ExactName], router_weights: list[str]
-) -> str:
-    stock: Any = rewritten(model, written)
-    if stock is None:
-        return ""
-    added = set(stock.target_parameters or ()) - set(cast(Any, written).target_parameters or ())
-    right = all(any(names_parameter(one, name) for name in router_weights) for one in added)
-    reached = set(reached_modules(model, stock))
-    if right and reached == modules:
-        return ""
-    lost = listed(sorted({name_pattern(str(name)) for name in modules - reached}))
-    return (
-        "stock PEFT rewrites the target_modules of this adapter for its model type "
-        f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "
-        "load it with moe_qlora.load_adapter."
-    )
-
-
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
     # parameters need full names too.
@@ -568,17 +532,9 @@ def exclude_modules(model: nn.Module, existing: str | Names | None = None) -> An
     """Return an `exclude_modules` that keeps module targets off packed experts.
 
     It adds the path of each packed experts module and of every module inside it, in full, so that
-    `mlp.shared_expert.down_proj` keeps its LoRA.
-
-    Args:
-        model: Any model, a `PeftModel` included.
-        existing: The caller's own excludes; never changed.
-
-    Returns:
-        A new list for None, a list, a tuple or a set; one regex for `re.fullmatch` for a string.
-
-    Raises:
-        ConfigError: `existing` is no regex, or holds something else than names.
+    `mlp.shared_expert.down_proj` keeps its LoRA. `existing`, the caller's own, is never changed.
+    Returns a new list for None, a list, a tuple or a set; one regex for `re.fullmatch` for a
+    string. A `ConfigError` where `existing` is no regex, or holds something else than names.
     """
     return extend("exclude_modules", existing, _inside_experts(model))
 
@@ -601,13 +557,11 @@ def target_parameters(
         roles: Only parameters with one of these roles ("gate_up", "gate", "up", "down", ...).
         unpacked_ok: Accept experts that are not packed, without a warning or an error.
 
-    Returns:
-        A new list for None, a list, a tuple or a set; one regex for a string. On a model whose
-        experts are not packed nothing is added, with a warning.
+    Returns a new list for None, a list, a tuple or a set; one regex for a string. On a model whose
+    experts are not packed nothing is added, with a warning.
 
-    Raises:
-        ConfigError: `existing` is no regex or holds something else than names, no parameter has the
-            role, or no expert is packed although the model's quantization_config asks for it.
+    Raises a `ConfigError` where `existing` is no regex or holds something else than names, no
+    parameter has the role, or no expert is packed although the model's config asks for it.
     """
     check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
     names = expert_parameters(model, True if roles is None else roles)
@@ -620,11 +574,7 @@ def target_parameters(
 def notes_on(
     model: nn.Module, config: PeftConfig, targets: Targets, packed: Collection[str]
 ) -> Iterator[str]:
-    """Yield one sentence on each target without LoRA, from a config in the caller's spelling.
-
-    Raises:
-        ConfigError: `target_modules` names packed experts and nothing else.
-    """
+    """Yield a sentence on each target without LoRA; raise where that is every target."""
     asked: Any = config
     probe = changed(asked, exclude_modules=targets.excludes, target_modules=targets.modules)
     reached = reached_modules(model, probe)

@@ -114,7 +114,7 @@ def text_model(source: Source) -> Source | None:
     """Return the text model of a multimodal checkpoint, which `AutoModelForCausalLM` loads."""
     config, text = source.config, source.config.get_text_config()
     known = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) not in known or text is config:
+    if text is config or type(config) not in known:
         return None
     if known[type(config)].config_class is not type(text):
         return None
@@ -139,7 +139,6 @@ def quiet() -> Iterator[None]:
 
 
 def _read(label: str, where: str, trust_remote_code: bool) -> Source:
-    """Read a configuration from a folder, a file or the hub."""
     try:
         with quiet():
             config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -188,7 +187,6 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
 
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:
-    """Read a model type, a checkpoint of the registry, or the hub."""
     if name in transformers.CONFIG_MAPPING:
         return _of_model_type(name)
     if (known := registry.checkpoint_named(name)) is not None:
@@ -201,9 +199,6 @@ def _from_name(name: str, trust_remote_code: bool) -> Source:
 
 
 def _near(name: str) -> str:
-    """Return ` (did you mean ...?)` with the names nearest to an unknown one, or ""."""
-    if starts := registry.near_checkpoints(name):
-        return f" (did you mean {' or '.join(starts)}?)"
     full = [known.name for known in registry.checkpoints()]
     shorts = [each.partition("/")[2].lower() for each in full]
     return did_you_mean(name, [*registry.model_types(), *(full if "/" in name else shorts)])
@@ -239,7 +234,6 @@ def _model_class(config: PretrainedConfig) -> Any:
 
 
 def _explain(label: str, error: Exception) -> str:
-    """Return the sentence for a configuration that transformers did not read."""
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         return f"{label} brings its own model code; read it, then pass --trust-remote-code."
     if not isinstance(error, OSError):

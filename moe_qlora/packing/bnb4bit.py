@@ -36,7 +36,8 @@ from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
-from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec
+from .codecs import CODES, Codec, Shape, Tensors, TensorSpec
+from .settings import CodecSettings
 
 SCALES = ".SCB"
 ABSMAX = ".absmax"
@@ -58,10 +59,10 @@ class Bnb4bit(Codec):
     def __init__(self, kind: str, *, is_default: bool = False) -> None:
         self.kind, self.table, self.is_default = kind, TABLES[kind], is_default
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
         return {}
 
-    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+    def tensors(self, shape: Shape, settings: CodecSettings) -> dict[str, TensorSpec]:
         numel = math.prod(shape)
         blocks = cdiv(numel, settings.blocksize)
         storage, double = settings.storage_dtype, settings.double_quant
@@ -76,10 +77,10 @@ class Bnb4bit(Codec):
             tensors[NESTED_TABLE] = TensorSpec(torch.float32, (256,))
         return tensors
 
-    def constant_nbytes(self, settings: PackingFormat) -> int:
+    def constant_nbytes(self, settings: CodecSettings) -> int:
         return torch.float32.itemsize if settings.double_quant else 0  # the offset
 
-    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
         numel, nbytes = math.prod(shape), cdiv(math.prod(shape), 2)
         if nbytes % settings.storage_dtype.itemsize:
             return (
@@ -90,7 +91,7 @@ class Bnb4bit(Codec):
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: CodecSettings, dtype: torch.dtype | None
     ) -> Iterator[str]:
         try:
             said = read_record(tensors[RECORD + self.kind])
@@ -122,7 +123,7 @@ class Bnb4bit(Codec):
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: CodecSettings,
     ) -> PackedWeight:  # fmt: skip
         import bitsandbytes.functional
 
@@ -139,7 +140,7 @@ class Bnb4bit(Codec):
         return packed
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
         codes, record, nested = tensors[CODES], tensors.get(RECORD + self.kind), None
         said = {} if record is None else read_record(record)
@@ -225,10 +226,10 @@ class Int8(Codec):
     loads_in_8bit = packs_linears = True
     linear_dtype = torch.float16
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
         return {"double_quant": False, "storage_dtype": torch.int8}
 
-    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+    def unit(self, shape: Shape, settings: CodecSettings) -> int:
         return shape[-1]
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -246,7 +247,7 @@ class Int8(Codec):
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: CodecSettings,
     ) -> PackedWeight:  # fmt: skip
         if dtype != torch.float16 and not bool(scales.isfinite().all()):
             row = int(torch.nonzero(~scales.isfinite())[0])
@@ -257,7 +258,7 @@ class Int8(Codec):
         return super().finish(codes, scales, shape, dtype, settings)
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
         # Block size 0 tells kernels that each row has one scale.
         return replace(super().assemble(tensors, shape, dtype, settings), blocksize=0)

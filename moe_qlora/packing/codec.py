@@ -1,17 +1,12 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions is packed in row-major order as bitsandbytes packs one tensor
-(the formats: settings.py): codes and statistics equal, bit for bit, those of its
-`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor. Unlike bitsandbytes,
-packing goes chunk by chunk: it needs little more memory than the packed form (its own CPU path
-needs about 20 bytes a weight), and a tensor may have more than 2**31 - 1 weights, where its int32
-counts overflow. Any range of experts is a range of blocks, of which the outer two may straddle it.
+A weight of two or more dimensions is packed in row-major order, bit for bit as bitsandbytes'
+`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor, but chunk by chunk: that
+needs little more memory than the packed form, and a tensor may have more than 2**31 - 1 weights,
+where bitsandbytes' int32 counts overflow.
 
-Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
-AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
-dimension is not a whole number of blocks (measured: off by as much as the weights themselves for
-rows of 16, 32, 48, 80 or 96). Here the kernel sees one block as one row, which is right for every
-shape and equals the CUDA kernel's arithmetic.
+Decoding on the CPU shows one block as one row to bitsandbytes' AVX-512 kernel (0.50.2), which looks
+up the absmax by row, and is wrong wherever a row is not a whole number of blocks.
 """
 
 from __future__ import annotations
@@ -34,17 +29,13 @@ LARGEST = 1e30
 """Weights of this size and above are not packed: the sum of their blocks' maxima, which double
 quantization averages, may exceed float32, and every block would decode to NaN."""
 
-# Weights packed or decoded in one piece. The CPU path needs about 20 bytes of temporaries a weight,
-# the others half a byte, so that either chunk stays within some megabytes.
+# Weights packed or decoded in one piece: 20 bytes of temporaries a weight, half a byte on GPUs.
 _CPU_CHUNK = 2**17
 _DEVICE_CHUNK = 2**24
 
 
 def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] | None:
-    """Return the index of the first value in row-major order that is NaN, or not below `limit`.
-
-    A weight without one is read once, in pieces, and costs one synchronisation with the device.
-    """
+    """Return the index of the first value in row-major order that is NaN, or not below `limit`."""
     weight = weight.detach()
     step = _chunk_elements(weight.device)
     extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step)]
@@ -77,11 +68,7 @@ def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
 
 
 class Packer:
-    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut.
-
-    Blocks that straddle two pieces wait until they are full. Memory: the packed form and, with
-    double quantization, the fp32 absmax until `finish`.
-    """
+    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut."""
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
@@ -199,10 +186,7 @@ def _chunk_elements(device: torch.device) -> int:
 
 
 def _flat_chunks(weight: Tensor, step: int) -> Iterator[Tensor]:
-    """Cut a weight, in row-major order, into flat pieces of at most `step` weights.
-
-    They are views of a contiguous weight, else of copies of a few rows of the first dimension.
-    """
+    """Cut a weight, in row-major order, into flat pieces of at most `step` weights."""
     rows = max(step * len(weight) // weight.numel(), 1) if not weight.is_contiguous() else None
     for part in (weight,) if rows is None else weight.split(rows):
         yield from part.reshape(-1).split(step)

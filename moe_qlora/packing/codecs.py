@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from ..kernels.weights import TABLES, PackedWeight
 
 Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
+Settings = Any  # `CodecSettings` of settings.py, which imports this file
 
 CODES = ""
 """End of the key of a packed weight's codes, which is the weight's name."""
@@ -44,20 +44,6 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * self.numel
-
-
-@dataclass(frozen=True)
-class PackingFormat:
-    """How a weight is packed, from a `BitsAndBytesConfig`."""
-
-    kind: str
-    double_quant: bool = False  # 4-bit statistics are quantized as well
-    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
-    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
-    blocksize: int = 64  # weights in a first-level block
-    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
-    # whose last two dimensions are swapped in storage
-    stored_transposed: bool = field(default=False, kw_only=True)
 
 
 class Codec:
@@ -88,17 +74,17 @@ class Codec:
     decodes_whole = False  # `decode` needs no temporaries of the decoded weights' size
     linear_dtype: torch.dtype | None = None  # that bitsandbytes casts Linear weights to; None: none
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: Settings) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
         return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}
 
-    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+    def unit(self, shape: Shape, settings: Settings) -> int:
         return settings.blocksize
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
         return (cdiv(math.prod(shape) * self.bits, 8), 1)
 
-    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+    def tensors(self, shape: Shape, settings: Settings) -> dict[str, TensorSpec]:
         """Return the tensors of a packed weight in a state dict, by the end of their key."""
         units = cdiv(math.prod(shape), self.unit(shape, settings))
         return {
@@ -106,16 +92,16 @@ class Codec:
             self.scales: TensorSpec(self.scale_dtype, (units,)),
         }
 
-    def constant_nbytes(self, settings: PackingFormat) -> int:
+    def constant_nbytes(self, settings: Settings) -> int:
         """Return the bytes of a weight in memory besides these tensors."""
         return 0
 
-    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+    def why_not(self, shape: Shape, settings: Settings) -> str | None:
         """Return why no weight of this shape can be packed, to follow its name; None if it can."""
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: Settings, dtype: torch.dtype | None
     ) -> Iterable[str]:
         """Return faults in a record among these tensors."""
         return ()
@@ -131,14 +117,14 @@ class Codec:
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: Settings,
     ) -> PackedWeight:  # fmt: skip
         """Return the weight of all of `quantize`'s codes, `(bytes,)`, and scales `(units,)`."""
         codes = codes.view(settings.storage_dtype).view(self.codes_shape(shape))
         return self.assemble({CODES: codes, self.scales: scales}, shape, dtype, settings)
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: Settings
     ) -> PackedWeight:
         """Return the weight of a state dict's tensors, which passed `problems`; copy nothing.
 

@@ -6,10 +6,10 @@ A `PackedList`, torch's `ParametrizationList`, has the codes and the decoder:
     4-bit: bnb.nn.Params4bit; others: nn.Parameter         absmax, nested, tables
 
 "4-bit" are codecs with `in_quant_state`; the others are int8, whose codes have the weight's shape,
-and users' codecs. Statistics are bytes, the bits of what they stand for: trainers cast
-floating-point parameters and buffers. They are buffers that are not saved; for engines, which shard
-parameters only, sharding.py makes parameters of all but the tables, and `(bytes, 1)` of the codes.
-bitsandbytes' own code finds a `QuantState` on decoder and codes, which reads the decoder.
+and users' codecs. Statistics are bytes, since trainers cast floating-point parameters and buffers:
+buffers that are not saved; for engines, which shard parameters only, sharding.py makes parameters
+of all but the tables, and `(bytes, 1)` of the codes. bitsandbytes' own code finds a `QuantState` on
+decoder and codes, which reads the decoder.
 
 Where a list has a `host`, the module's own tensors are views of host memory, for all that saves,
 merges or copies. A forward or backward reads by `host.fetch`, compiled code by a handle.
@@ -180,21 +180,10 @@ def is_share(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh") or (hasattr(tensor, "ds_id") and tensor.numel() == 0)
 
 
-def is_shardable(decoder: Any) -> bool:
-    """Whether this is a decoder whose statistics are parameters, which engines shard."""
-    return isinstance(decoder, Decoder) and bool(decoder._parameters)
-
-
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
     """Return the packed weight of these codes and their decoder; copies nothing."""
-    if isinstance(decoder, Decoder):
-        packed = decoder.packed(codes)
-        packed.serial, packed.name = decoder._serial, decoder.name
-    else:  # bitsandbytes' own
-        state = decoder.quant_state
-        if state.absmax.device != codes.device and not codes.is_meta:
-            state.to(codes.device)
-        packed = from_quant_state(codes.data, state)
+    packed: PackedWeight = decoder.packed(codes)
+    packed.serial, packed.name = decoder._serial, decoder.name
     packed.owner = codes if isinstance(codes, nn.Parameter) else None
     return packed
 
@@ -291,7 +280,7 @@ class PackedList(P.ParametrizationList):
         memo[id(self)] = new
         own = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(own, memo))
-        if isinstance(new.original, Params4bit) and isinstance(new[0], Decoder):
+        if isinstance(new.original, Params4bit):
             new.original.quant_state = new[0].quant_state
         if self.host is not None and not new.original.is_meta:  # as a copy to meta has them
             new.to(self.host.device)
@@ -318,9 +307,8 @@ def fetch_by(handle: Tensor) -> PackedWeight:
 
 def fetched(chain: Any) -> PackedWeight:
     """Return the weight on the device that computes; no backward may save its tensors."""
-    host = getattr(chain, "host", None)
-    if host is not None:
-        return cast(PackedWeight, host.fetch(chain))
+    if chain.host is not None:
+        return cast(PackedWeight, chain.host.fetch(chain))
     packed = read(chain.original, chain[0])
     if hasattr(chain.original, "ds_id"):
         packed.refetch = partial(fetched, chain)
@@ -349,15 +337,8 @@ def read_linear(layer: Any) -> PackedWeight:
         tensors = {CODES: codes, settings.codec.scales: scales}
         packed = settings.codec.assemble(tensors, shape, torch.float16, settings)
         return replace(packed, owner=weight)
-    codes, state = layer.weight.data, layer.weight.quant_state
-    if getattr(state, "packing_format_for_cpu", False):
-        import bitsandbytes.nn.modules as bnb_modules
-
-        absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
-        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
-        if not state.nested:  # and leaves absmax in the columns' order
-            state.absmax = absmax.T.reshape(-1).float()
-    return replace(from_quant_state(codes, state), owner=layer.weight)
+    packed = from_quant_state(layer.weight.data, layer.weight.quant_state)
+    return replace(packed, owner=layer.weight)
 
 
 def has_codes(layer: Any) -> bool:
@@ -391,18 +372,18 @@ def linear_kind(layer: Any) -> str:
 
 
 def keep_layout(model: nn.Module) -> None:
-    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
-
-    bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer computes in bf16, passes
-    no gradient, also in later training, and has its absmax rounded to bf16 and reordered.
-    """
-    for module in model.modules():
+    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place."""
+    # bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer passes no gradient, in
+    # later training too, and has its absmax rounded to bf16 and reordered.
+    for name, module in model.named_modules():
         if isinstance(module, bnb.Linear4bit):
-            layer: Any = module
-            state = getattr(layer.weight, "quant_state", None)
+            state = getattr(module.weight, "quant_state", None)
             if getattr(state, "packing_format_for_cpu", False):
-                write_linear(layer, read_linear(layer))
-            layer.support_avx512bf16_for_cpu = False
+                raise QuantizationError(
+                    f"bitsandbytes has converted {name} in an evaluation on this CPU, which "
+                    "rounds it and stops gradients: load the model again, and pack it first."
+                )
+            cast(Any, module).support_avx512bf16_for_cpu = False
 
 
 def write_linear(layer: Any, packed: PackedWeight) -> None:
@@ -414,9 +395,3 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
         return
     layer.weight = params4bit(packed.codes, to_quant_state(packed))
     layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
-
-
-def restore_linear(module: nn.Module) -> None:
-    """Make a gathered Linear layer that engines can shard bitsandbytes' own again, for PEFT."""
-    if hasattr(type(module), "restore_stock"):
-        cast(Any, module).restore_stock()

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from .codec import Packer
-from .codecs import Codec, PackingFormat, Shape, Tensors
+from .codecs import Codec, Shape, Tensors
 from .settings import CodecSettings
 
 EXPONENTS = ".exponents"
@@ -43,18 +43,18 @@ class Mxfp4(Codec):
     is_kept = True
     in_quant_state = True
 
-    def constant_nbytes(self, settings: PackingFormat) -> int:
+    def constant_nbytes(self, settings: CodecSettings) -> int:
         # both tables, the second level's scale and its offset
         return (16 + 256 + 2) * torch.float32.itemsize
 
-    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
         row = shape[-2] if settings.stored_transposed else shape[-1]
         if row % MX_BLOCK:
             return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
         return None
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
         packed = super().assemble(tensors, shape, dtype, settings)
         device = packed.codes.device
@@ -80,11 +80,6 @@ class Mxfp4(Codec):
 
 
 MXFP4 = Mxfp4()
-
-
-def kept_settings(settings: CodecSettings) -> CodecSettings:
-    """Return the codec settings for native MXFP4 experts in a model packed with `settings`."""
-    return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
 
 
 class KeptPacker(Packer):

@@ -3,7 +3,7 @@
 A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.parametrize`, so that any
 code that reads `module.<name>` gets the dequantized weight (the list: decoders.py). The codes are a
 `Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit preparation and
-transformers' counts know it. Weights packed by that helper are read as well.
+transformers' counts know it.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
@@ -21,13 +21,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.utils.parametrize as P
-from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
 from ..errors import ConfigError, QuantizationError
@@ -83,7 +81,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     lists: Any = _chains(module)
     del lists[name]
     module._parameters[name] = parameter
-    if all(is_foreign(module, known) for known in packed_names(module)):
+    if not packed_names(module):
         for hook in module.__dict__.pop(_HOOKS, ()):
             hook.remove()
     if not lists:
@@ -94,11 +92,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 
 
 def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]] | None) -> None:
-    """Add members to the class of a packed module, also for when it is packed again.
-
-    `members` gets the plain class; None takes them back. A class that an engine has derived is not
-    changed.
-    """
+    """Add members to the class of a packed module: of the plain class; None takes them back."""
     module.__dict__.pop(_MEMBERS, None)
     if members is not None:
         module.__dict__[_MEMBERS] = members
@@ -106,14 +100,8 @@ def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Whether this parameter is packed, by this package or by bitsandbytes' own helper."""
+    """Whether this parameter is packed by this package."""
     return decoder_of(module, name) is not None
-
-
-def is_foreign(module: nn.Module, name: str) -> bool:
-    """Return whether this parameter was packed by bitsandbytes' own helper."""
-    decoder = decoder_of(module, name)
-    return decoder is not None and not isinstance(decoder, Decoder)
 
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
@@ -159,8 +147,8 @@ def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
 
 def device_of(module: nn.Module, name: str) -> torch.device:
     """Return the device that computes with a packed weight: where the codes are, or are fetched."""
-    host = getattr(parametrization_list(module, name), "host", None)
-    return original_of(module, name).device if host is None else cast(torch.device, host.device)
+    chain = parametrization_list(module, name)
+    return cast(torch.device, (chain.original if chain.host is None else chain.host).device)
 
 
 def is_hosted(module: Any) -> bool:
@@ -175,7 +163,7 @@ def check_resident(model: nn.Module) -> None:
 
 
 def _refuse_hosted(module: nn.Module, name: str, owner: str) -> None:
-    if getattr(parametrization_list(module, name), "host", None) is not None:
+    if parametrization_list(module, name).host is not None:
         raise ConfigError(
             f"{owner}.{name} lies in host memory, by offload_experts, and cannot be replaced, "
             "merged or sharded there: call remove() on what offload_experts returned first."
@@ -187,16 +175,16 @@ def original_of(module: nn.Module, name: str) -> nn.Parameter:
     return cast(nn.Parameter, parametrization_list(module, name).original)
 
 
-def parametrization_list(module: nn.Module, name: str) -> nn.Module:
+def parametrization_list(module: nn.Module, name: str) -> PackedList:
     """Return torch's `ParametrizationList` of a packed parameter: its codes and its decoder."""
-    return cast(nn.Module, _chains(module)[name])
+    return cast(PackedList, _chains(module)[name])
 
 
 def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py), if it is packed."""
     chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
-    return first if isinstance(first, bnb_parametrize.Bnb4bitParametrization) else None
+    return first if isinstance(first, Decoder) else None
 
 
 class Place(NamedTuple):
@@ -220,10 +208,9 @@ def packed_places(model: nn.Module) -> Iterator[Place]:
     for name, module in model.named_modules(remove_duplicate=False):
         at = f"{name}." if name else ""
         for leaf in packed_names(module):
-            if not is_foreign(module, leaf):
-                chain: Any = parametrization_list(module, leaf)
-                own = f"{at}parametrizations.{leaf}."
-                yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
+            chain: Any = parametrization_list(module, leaf)
+            own = f"{at}parametrizations.{leaf}."
+            yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
         decoder = module._modules.get("statistics")
         if isinstance(decoder, Decoder):
             codes = f"{at}weight"
@@ -237,10 +224,8 @@ def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
 
 
 def follow_calls_of(owner: nn.Module, path: str) -> None:
-    """Read the packed weights of `owner`'s module at `path` in the dtype of the owner's input too.
-
-    For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
-    """
+    """Read the packed weights of the module at `path` in the dtype of `owner`'s input too."""
+    # For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
     if path not in owner.__dict__.setdefault(_READS, {}):
         owner.__dict__[_READS][path] = (
             owner.register_forward_pre_hook(partial(_note_input, path, True), with_kwargs=True),
@@ -261,10 +246,8 @@ def _note_input(path: str, begins: bool, owner: nn.Module, args: Any, last: Any)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype of a call's hidden states; None under autocast, which casts weights itself.
-
-    Hidden states are the widest of its floating-point tensors: routing weights are narrower.
-    """
+    """Return the dtype of a call's hidden states; None under autocast, which casts weights."""
+    # Hidden states are the widest of its floating-point tensors: routing weights are narrower.
     widest: Any = None
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
@@ -278,24 +261,9 @@ def is_autocast_on(x: Tensor) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-@contextmanager
-def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
-    """Within the block, apply `last` to the weight that other code reads of a packed parameter."""
-    chain = parametrization_list(module, name)._modules
-    key = str(len(chain))
-    chain[key] = last
-    try:
-        yield
-    finally:
-        del chain[key]
-
-
 def _set_class(module: nn.Module) -> None:
-    """Give a module the class of other such modules with the same packed parameters.
-
-    torch creates a class for each parametrized module, and torch.compile would recompile each
-    layer for its class, and give up after a few.
-    """
+    """Give a module the class of other such modules with the same packed parameters."""
+    # torch creates a class for each parametrized module, for which torch.compile would recompile.
     own, names = type(module), packed_names(module)
     module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module) or "__getstate__" not in vars(own):
@@ -319,18 +287,15 @@ def _set_class(module: nn.Module) -> None:
 
 
 def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a `__call__` in which each weight is dequantized once, in its input's dtype.
-
-    bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
-    """
+    """Return a `__call__` in which each weight is dequantized once, in its input's dtype."""
+    # bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         around, dtype = getattr(self, _INPUT_DTYPE, None), _input_dtype(args, kwargs)
         if torch.compiler.is_compiling() and around is None:
             # torch 2.11 compiles no checkpointed layer in which an attribute is set.
             first = [self.parametrizations[name][0] for name in names]
-            own = (getattr(d, "weight_dtype", None) or d.quant_state.dtype for d in first)
-            if dtype is None or all(each == dtype for each in own):
+            if dtype is None or all(decoder.weight_dtype == dtype for decoder in first):
                 return base.__call__(self, *args, **kwargs)
         setattr(self, _INPUT_DTYPE, dtype)
         try:
@@ -366,8 +331,7 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
     """Write bitsandbytes' keys unless statistics are parameters (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
-        shardable = decoders.is_shardable(decoder_of(module, name))
-        if key not in state_dict or shardable or is_foreign(module, name):
+        if key not in state_dict or decoder_of(module, name)._parameters:
             continue
         state_dict[f"{prefix}{name}"] = state_dict.pop(key)
         packed = read_packed(module, name)
@@ -381,7 +345,7 @@ def _load(
 ) -> None:  # fmt: skip
     for name in packed_names(module):
         decoder, key = decoder_of(module, name), f"{prefix}{name}"
-        if key in state_dict and isinstance(decoder, Decoder) and not decoder._parameters:
+        if key in state_dict and not decoder._parameters:
             original: Tensor = original_of(module, name)
             loaded = _taken(state_dict, key, read_packed(module, name), errors)
             if loaded is not None:

@@ -1,19 +1,18 @@
 """Which expert weights of a model are packed, and why the others are not.
 
-A weight that is packed already stays. Then the config decides: `target_parameters`, which
-bitsandbytes packs itself, and `llm_int8_skip_modules`, as in transformers' `should_convert_module`.
+A weight that is packed already stays. Then `llm_int8_skip_modules` decides, as in transformers'
+`should_convert_module`.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable
 
 from torch import nn
 
+from ..errors import ConfigError
 from ..layout import ExpertParam, ModelLayout
 from .settings import CodecSettings
 
@@ -25,7 +24,7 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def select_weights(
-    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
+    model: nn.Module, layout: ModelLayout, settings: CodecSettings
 ) -> list[tuple[ExpertParam, str, str]]:
     """Return each expert weight of a model, which may be on meta, its status, and why it is that.
 
@@ -43,23 +42,16 @@ def select_weights(
                 UserWarning,
                 stacklevel=3,
             )
-    # Parameters that the config asks bitsandbytes to pack itself.
-    asked = config if isinstance(config, Mapping) else {}
-    left = asked.get("target_parameters", getattr(config, "target_parameters", None))
-    left = (left,) if isinstance(left, str) else tuple(left or ())
-
-    def covers(pattern: str, name: str) -> bool:
-        with suppress(re.error):
-            return f".{name}".endswith(f".{pattern}") or bool(re.fullmatch(pattern, name))
-        return False
 
     def select(param: ExpertParam) -> tuple[str, str]:
         module = model.get_submodule(param.module_name)
         if parametrize.is_packed(module, param.parameter_name):
-            foreign = parametrize.is_foreign(module, param.parameter_name)
-            return ALREADY_QUANTIZED, "packed by bitsandbytes' own helper" if foreign else ""
-        if any(covers(pattern, name) for pattern in left for name in param.names):
-            return SKIPPED, "left to the config's own target_parameters"
+            return ALREADY_QUANTIZED, ""
+        if param.packed:
+            raise ConfigError(
+                f"{param.name} is packed as {param.packed} by other code than this package, which "
+                "does not compute with it: load the model with this weight in 16 bit."
+            )
         if (skipping := skipping_pattern(param, settings.skip_modules)) is not None:
             return SKIPPED, f"llm_int8_skip_modules names {skipping!r}"
         return QUANTIZED, ""
@@ -68,10 +60,10 @@ def select_weights(
 
 
 def weights_to_pack(
-    model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
+    model: nn.Module, layout: ModelLayout, settings: CodecSettings
 ) -> list[ExpertParam]:
     """Return the expert weights that `quantize_experts` would pack."""
-    selections = select_weights(model, layout, config, settings)
+    selections = select_weights(model, layout, settings)
     return [param for param, status, _ in selections if status == QUANTIZED]
 
 

@@ -1,10 +1,7 @@
 """How weights are packed: the fields of a `BitsAndBytesConfig`, and the tensors that result.
 
-Nothing here needs transformers. Each codec defines its own tensors (codecs.py), with the keys that
-a packed Linear layer of bitsandbytes has; divisions round up. That is 0.5625 bytes a weight in
-4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
-
-All follows from `packed_tensors`. Decoding trusts tensors: those from outside pass `problems`.
+0.5625 bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4. Decoding
+trusts tensors: those from outside pass `problems`.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
-from .codecs import Codec, PackingFormat, TensorSpec, codec_of, codecs, kinds
+from .codecs import Codec, TensorSpec, codec_of, codecs, kinds
 
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,10 +26,18 @@ STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class CodecSettings(PackingFormat):
-    """A format and its exceptions; fields fixed by the codec override arguments."""
+class CodecSettings:
+    """How weights are packed, by a `BitsAndBytesConfig`; the codec fixes some of the fields."""
 
+    kind: str
+    double_quant: bool = False  # 4-bit statistics are quantized as well
+    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
+    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
+    blocksize: int = 64  # weights in a first-level block
     skip_modules: tuple[str, ...] = ()  # `llm_int8_skip_modules`
+    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
+    # whose last two dimensions are swapped in storage
+    stored_transposed: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.kind not in kinds():

@@ -376,7 +376,7 @@ class MetaModel(StepModel):
         self.layout: ModelLayout = detect(model)  # As before packing
         if (config := source.quantization) is not None:
             settings = CodecSettings.from_config(config)
-            for param in weights_to_pack(model, self.layout, config, settings):
+            for param in weights_to_pack(model, self.layout, settings):
                 own = (source.native[name] for name in param.names if name in source.native)
                 parametrize.pack_blank(model, param, next(own, settings))
             if source.linears and hasattr(model, "all_tied_weights_keys"):

@@ -11,24 +11,22 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ..checkpoint.folder import replace_file
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.verify import verify
-from ..detection.detect import detect
+from ..detection.routing import expert_counts
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
 from ..hf.switch import enabled
-from ..kernels.workspace import in_backward
-from ..layout import human_bytes, name_pattern, unwrapped_name
+from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
 from ..models import named
 from ..models.files import MAX_JSON, read_json
@@ -96,8 +94,8 @@ def write_report(
         ConfigError: A setting makes no sense, or `out` cannot be written.
     """
     if not (batch is seq is progress is None):
-        words = "batch, seq and progress are ignored since version 0.3: plan() plans a step."
-        warnings.warn(f"write_report: {words}", DeprecationWarning, stacklevel=2)
+        words = "write_report: batch, seq and progress are ignored since version 0.3: use plan()."
+        warnings.warn(words, DeprecationWarning, stacklevel=2)
     target = Path(out).expanduser()
     new = not target.exists() and target.absolute().parent.is_dir()
     if not new and not (target.is_file() and target.suffix.lower() == ".html"):
@@ -139,7 +137,7 @@ def write_report(
     return tuple(missing)
 
 
-def _picture(words: str, draw: Callable[[Any], None]) -> list[_Picture]:
+def _picture(words: str, draw: Callable[[Any], object]) -> list[_Picture]:
     """Draw on matplotlib's axes; nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         return []
@@ -152,11 +150,11 @@ def _picture(words: str, draw: Callable[[Any], None]) -> list[_Picture]:
     return [(base64.b64encode(png.getvalue()).decode(), words)]
 
 
-def _curves(words: str, curves: dict[str, dict[int, float]], **labels: str) -> list[_Picture]:
+def _curves(words: str, curves: dict[str, dict[int, float]], x: str, y: str) -> list[_Picture]:
     def draw(axes: Any) -> None:
         for name, curve in curves.items():
             axes.plot([*curve], [*curve.values()], marker=".", label=name)
-        axes.set(**labels)
+        axes.set(xlabel=x, ylabel=y)
         axes.legend(fontsize="small")
 
     return _picture(words, draw) if curves else []
@@ -175,8 +173,8 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
     folder = Path(source).expanduser()
     if not folder.is_dir():
         return _Subject(folder.name or str(source), str(source))
-    saved = folder.glob("checkpoint-[0-9]*")
-    places = [folder, *sorted(saved, key=lambda path: (len(path.name), path.name), reverse=True)]
+    saved = sorted(folder.glob("checkpoint-[0-9]*"), key=lambda path: (len(path.name), path.name))
+    places = [folder, *reversed(saved)]
     log, adapter, weights = (
         next((place for place in places if (place / name).is_file()), None)
         for name in (_LOG, _ADAPTER, _MODEL)
@@ -184,8 +182,8 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
     model: Any = weights or base
     if adapter is not None:
         model = base or read_json(adapter / _ADAPTER).get("base_model_name_or_path")
-        beside = adapter / str(model)
-        model = beside if model and not Path(model).is_dir() and beside.is_dir() else model
+        if model and not Path(model).is_dir() and (adapter / str(model)).is_dir():
+            model = adapter / str(model)
     if model is None and log is None:
         has = f"it has no {_MODEL}, {_ADAPTER} or {_LOG}"
         raise CheckpointError(f"{folder} holds no checkpoint, adapter or Trainer's run: {has}.")
@@ -248,51 +246,11 @@ def _error(subject: _Subject, against: str | Path | None, remote: bool) -> _Sect
         groups.setdefault(name_pattern(error.name), []).append(error)
     rows, curves = [("weights", "mean error", "worst expert")], dict[str, dict[int, float]]()
     for pattern, errors in groups.items():
-        means, worst = [e.relative for e in errors], [max(e.experts) for e in errors]
-        rows.append((pattern, f"{sum(means) / len(means):.2%}", f"{max(worst):.2%}"))
-        curves |= {f"{pattern}, mean": dict(enumerate(means))}
-        curves |= {f"{pattern}, worst expert": dict(enumerate(worst))}
-    axes = {"xlabel": "layer", "ylabel": "error relative to the norm"}
-    return (f"Against {against}.",), rows, _curves("packing error by layer", curves, **axes)
-
-
-@contextmanager
-def expert_counts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Count assignments to experts in a block.
-
-    Yields counts `(E + 1,)` int64 by the names that experts modules have without adapters; the last
-    one is of ids that are no expert's. A recomputed forward is not counted again.
-    """
-    unwrap = getattr(model, "get_base_model", None)
-    base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
-    counts: dict[str, Tensor] = {}
-    hooks = []
-
-    def hook_of(name: str) -> Any:
-        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for value in () if in_backward() else (*args, *kwargs.values()):
-                # the ids: the `(T, k)` integers among an experts module's arguments
-                if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-                    count = counts[name] = counts[name].to(value.device)
-                    ids, last = value.reshape(-1).long(), len(count) - 1
-                    ids = torch.where((ids < 0) | (ids > last), last, ids)
-                    count.scatter_add_(0, ids, torch.ones_like(ids))
-                    return
-
-        return add
-
-    for entry in detect(base).modules:
-        if entry.router is not None:
-            module, name = base.get_submodule(entry.name), unwrapped_name(entry.name)
-            counts[name] = torch.zeros(entry.num_experts + 1, dtype=torch.int64)
-            hooks.append(module.register_forward_pre_hook(hook_of(name), with_kwargs=True))
-    if not counts:
-        raise ConfigError(f"{type(base).__name__} has no fused experts behind a router.")
-    try:
-        yield counts
-    finally:
-        for hook in hooks:
-            hook.remove()
+        means, worst = [e.relative for e in errors], max(max(e.experts) for e in errors)
+        rows.append((pattern, f"{sum(means) / len(means):.2%}", f"{worst:.2%}"))
+        curves[pattern] = dict(enumerate(means))
+    pictures = _curves("packing error by layer", curves, "layer", "error relative to the norm")
+    return (f"Against {against}.",), rows, pictures
 
 
 def _routing(
@@ -385,5 +343,5 @@ def _training(log: Path | None) -> _Section:
         first, *_, last = [*curve.values()] * 2
         rows.append((name, f"{first:.5g}", f"{last:.5g}"))
     speeds = {name: curve for name, curve in curves.items() if name not in losses}
-    pictures = _curves("loss by step", losses, xlabel="step", ylabel="loss")
-    return (), rows, pictures + _curves("speed by step", speeds, xlabel="step", ylabel="speed")
+    pictures = _curves("loss by step", losses, "step", "loss")
+    return (), rows, pictures + _curves("speed by step", speeds, "step", "speed")

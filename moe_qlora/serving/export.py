@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,24 +113,23 @@ def export_adapter(
     )
 
 
-@dataclass
 class _Export:
-    source: Path  # the given folder of the adapter
-    base: Base
-    adapter: Adapter
-    layout: ServerLayout
-    updates: Updates
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self, source: Path, base: Base, adapter: Adapter, layout: ServerLayout, updates: Updates
+    ) -> None:
+        self.source, self.base, self.adapter, self.layout = source, base, adapter, layout
+        self.deltas, self.replacements = updates.deltas, updates.replacements
+        self.tensors: dict[str, Tensor] = {}
+        self.notes: list[str] = []
 
     def write(self, work: Path) -> int:
         """Write the adapter's files; return its rank."""
-        layout, deltas = self.layout, self.updates.deltas
+        layout, deltas = self.layout, self.deltas
         self._check_served()
         factors, rank, scaling = self._factors()
         layers = [name for name in factors if not deltas[name][0].experts]
         names = {name.removesuffix(".weight") for name in layers}
-        untried = {name_pattern(one) for one in names if not layout.layers & set(one.split("."))}
+        untried = {name_pattern(one) for one in names if not {*layout.layers} & {*one.split(".")}}
         if untried:
             self.notes.append(f"not tried: LoRA on {listed(sorted(untried))}")
         for name in layers:
@@ -138,15 +137,18 @@ class _Export:
         experts = {name: one for name, one in factors.items() if deltas[name][0].experts}
         fused = self._put_experts(experts, rank)
         self._complete()
+        targets = list(map(self._served, layers))
+        if not layout.fused:
+            targets = [key.split(".lora_")[0].rpartition(".")[2] for key in self.tensors]
+        alpha = scaling * rank  # such that alpha / rank is the scaling, bit for bit
+        near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
+        alpha = next((one for one in near if one / rank == scaling), alpha)
         config = read_json(self.adapter.folder / CONFIG)
         config.update(
-            r=rank, lora_alpha=_alpha(scaling, rank), use_rslora=False, inference_mode=True,
-            rank_pattern={}, alpha_pattern={}, target_parameters=sorted(fused) or None,
-            target_modules=sorted(map(self._served, layers)),
+            r=rank, lora_alpha=int(alpha) if alpha.is_integer() else alpha, use_rslora=False,
+            inference_mode=True, rank_pattern={}, alpha_pattern={},
+            target_parameters=sorted(fused) or None, target_modules=sorted({*targets}),
         )  # fmt: skip
-        if not layout.fused:
-            leaves = {key.split(".lora_")[0].rpartition(".")[2] for key in self.tensors}
-            config["target_modules"] = sorted(leaves)
         if config.get("exclude_modules"):
             # layers without a pair in the file that the names of leaves would match
             written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
@@ -162,31 +164,27 @@ class _Export:
         return rank
 
     def _check_served(self) -> None:
-        """Refuse an adapter that changes weights as no server loads them."""
-        why = dict.fromkeys(self.updates.replacements, "is trained in full (modules_to_save)")
-        for name, deltas in self.updates.deltas.items():
+        why = dict.fromkeys(self.replacements, "is trained in full (modules_to_save)")
+        for name, deltas in self.deltas.items():
             module = self.base.model.get_submodule(name.rpartition(".")[0])
             if any(delta.tokens for delta in deltas) or len(deltas) > 1:
                 why[name] = "has trained rows of tokens, or two changes"
             elif isinstance(module, nn.Embedding):
                 why[name] = "is an embedding, and was not seen to be served"
-            elif self.layout.unserved & set(name.split(".")):
+            elif {*self.layout.unserved} & {*name.split(".")}:
                 why[name] = "is not served from an adapter of this architecture"
         for name, reason in why.items():
             raise AdapterError(
-                f"{self.source} changes {name}, which {reason}, so that {self.layout.server} "
-                f"{self.layout.tested} cannot take it from an adapter: {MERGE}."
+                f"{self.source} changes {name}, which {reason}, so that {self.layout} cannot take "
+                f"it from an adapter: {MERGE}."
             )
 
     def _factors(self) -> tuple[dict[str, Pair], int, float]:
         """Return factors by name, with E = 1 outside of experts; their one rank and scaling."""
-        file, deltas = self.adapter.file, {n: one for n, (one,) in self.updates.deltas.items()}
-        stored = {}
-        for name, delta in deltas.items():
-            count = max(delta.experts, 1)
-            a = file.read(delta.a).unflatten(0, (count, -1))
-            stored[name] = a, file.read(delta.b).unflatten(1, (-1, count)).permute(2, 0, 1)
-        pairs = [(a.shape[1], deltas[name].scaling) for name, (a, _) in stored.items()]
+        file, deltas = self.adapter.file, {n: one for n, (one,) in self.deltas.items()}
+        ranks = {name: file.info(one.b).shape[1] for name, one in deltas.items()}
+        ranks = {name: own // max(deltas[name].experts, 1) for name, own in ranks.items()}
+        pairs = [(ranks[name], one.scaling) for name, one in deltas.items()]
         _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
         least, rank = min(pairs)[0], max(pairs)[0]
         if least < rank:
@@ -194,11 +192,13 @@ class _Export:
         if folded := sum(own != scaling for _, own in pairs):
             self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
         factors = {}
-        for name, (a, b) in stored.items():
-            own, pad = deltas[name].scaling, rank - a.shape[1]
-            folded_b = b if own == scaling else b.float() * (own / scaling)
-            wide = nn.functional.pad(a, (0, 0, 0, pad)), nn.functional.pad(folded_b, (0, pad))
-            factors[name] = wide
+        for name, delta in deltas.items():
+            a = file.read(delta.a).unflatten(0, (max(delta.experts, 1), -1))
+            b = file.read(delta.b).unflatten(1, (-1, len(a))).permute(2, 0, 1)
+            if delta.scaling != scaling:
+                b = b.float() * (delta.scaling / scaling)
+            pad, widen = rank - ranks[name], nn.functional.pad
+            factors[name] = widen(a, (0, 0, 0, pad)), widen(b, (0, pad))
         return factors, rank, scaling
 
     def _served(self, name: str) -> str:
@@ -235,24 +235,27 @@ class _Export:
                 self._put_single(module, pairs)
                 continue
             for depth, (a, b) in enumerate(reversed(pairs.values())):
-                path = module + ".base_layer" * depth
-                self._put(
-                    path, a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
-                )  # (E r, in), (out, r E)
+                halves = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E r, in), (out, r E)
+                self._put(module + ".base_layer" * depth, *halves)
             names |= {param.name for param in modules[module].values()}
         return names
 
     def _put_single(self, module: str, pairs: dict[str, Pair]) -> None:
         if "gate_up" in pairs:
             a, b = pairs.pop("gate_up")
-            interleaved = _interleaved(self.base.model.get_submodule(module))
-            gate, up = (b[:, ::2], b[:, 1::2]) if interleaved else b.chunk(2, dim=1)
+            # rows of gate and up may alternate: a change of the second moves the first output
+            gate_of = getattr(self.base.model.get_submodule(module), "_apply_gate", None)
+            probe = torch.linspace(0.5, 1.5, 8).unsqueeze(0)
+            moved = probe.index_add(1, torch.tensor([1]), torch.full((1, 1), 0.25))
+            with torch.no_grad():
+                alternate = gate_of and bool((gate_of(probe) != gate_of(moved))[0, 0])
+            gate, up = (b[:, ::2], b[:, 1::2]) if alternate else b.chunk(2, dim=1)
             pairs |= {"gate": (a, gate), "up": (a, up)}
-        unknown = sorted(pairs.keys() - self.layout.leaves.keys())
-        if unknown:
+        leaves = dict(zip(("gate", "up", "down"), self.layout.leaves, strict=True))
+        if unknown := sorted(pairs.keys() - leaves.keys()):
             raise AdapterError(
-                f"{module} has expert weights of the role {unknown[0]!r}, which "
-                f"{self.layout.server} {self.layout.tested} has no name for: {MERGE}."
+                f"{module} has expert weights of the role {unknown[0]!r}, which {self.layout} has "
+                f"no name for: {MERGE}."
             )
         path = module  # of the experts on disk
         for name, group in self.base.layout.by_name.items():
@@ -261,7 +264,7 @@ class _Export:
                 break
         for role, pair in pairs.items():
             for expert, (a, b) in enumerate(zip(*pair, strict=True)):
-                self._put(f"{path}.{expert}.{self.layout.leaves[role]}", a, b)
+                self._put(f"{path}.{expert}.{leaves[role]}", a, b)
 
     def _complete(self) -> None:
         """Add zeros for layers that the server stacks with adapted ones."""
@@ -279,39 +282,22 @@ class _Export:
                     paths.add(f"{parent}.{other}")
 
 
-def _interleaved(module: Any) -> bool:
-    """Whether rows of gate and up alternate in a fused weight; else gate is the first half."""
-    gate = getattr(module, "_apply_gate", None)
-    if gate is None:
-        return False
-    with torch.no_grad():
-        probe = torch.linspace(0.5, 1.5, 8).unsqueeze(0)
-        moved = probe.clone()
-        moved[0, 1] += 0.25
-        return bool((gate(probe.clone()) != gate(moved))[0, 0])
-
-
-def _alpha(scaling: float, rank: int) -> float:
-    """Return the `lora_alpha` for which `lora_alpha / rank` equals the scaling, bit for bit."""
-    alpha = scaling * rank
-    near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
-    alpha = next((one for one in near if one / rank == scaling), alpha)
-    return int(alpha) if alpha.is_integer() else alpha
-
-
 @dataclass(frozen=True)
 class ServerLayout:
     """A server's layout of adapters for one architecture."""
 
     server: str
     tested: str  # server version of the test
-    fused: bool  # PEFT's layout; otherwise a pair for each projection of each expert
-    leaves: dict[str, str]  # for single experts: the projection's name by role
-    together: tuple[tuple[str, ...], ...] = ()  # layers that need LoRA together
+    fused: bool = False  # PEFT's layout; otherwise a pair for each projection of each expert
+    leaves: Sequence[str] = ()  # for single experts: names of gate, up and down projections
+    together: Sequence[Sequence[str]] = ()  # layers that need LoRA together
     # parts of names of layers outside the experts: tested, and known not to be served
-    layers: frozenset[str] = frozenset()
-    unserved: frozenset[str] = frozenset()
+    layers: Sequence[str] = ()
+    unserved: Sequence[str] = ()
     loader_only: bool = False  # only the server's loader was tested, not its engine
+
+    def __str__(self) -> str:
+        return f"{self.server} {self.tested}"
 
 
 @cache
@@ -323,21 +309,14 @@ def servers() -> dict[str, Any]:
 
 def layout_for(server: str, architecture: str) -> ServerLayout:
     """Return a server's layout for an architecture; raise a ConfigError where there is none."""
-    if (entry := servers().get(server)) is None:
+    if server not in servers():
         raise ConfigError(f"target is {server!r}; give one of {', '.join(servers())}.")
-    rows = entry["architectures"]
-    if (row := rows.get(architecture) or rows.get("*")) is None:
+    entry = dict(servers()[server])
+    rows = entry.pop("architectures")
+    if (row := rows.get(architecture, rows.get("*"))) is None:
         raise ConfigError(
             f"{server} {entry['tested']} was not seen to serve LoRA on the experts of "
             f"{architecture} (it was for {', '.join(rows)}): {MERGE}."
         )
-    return ServerLayout(
-        server,
-        entry["tested"],
-        row["experts"] == "fused",
-        dict(zip(("gate", "up", "down"), row.get("leaves", ()), strict=False)),
-        tuple(map(tuple, entry.get("together", ()))),
-        frozenset((*entry.get("layers", ()), *row.get("layers", ()))),
-        frozenset(row.get("unserved", ())),
-        entry.get("loader_only", False),
-    )
+    layers = (*entry.pop("layers", ()), *row.get("layers", ()))
+    return ServerLayout(server, **{**entry, **row, "layers": layers})

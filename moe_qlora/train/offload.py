@@ -41,7 +41,7 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..packing.decoders import PackedList, fetched, is_share, read
-from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
+from ..packing.parametrize import iter_packed, parametrization_list
 from ..planning.choice import ALIGNMENT, SLOTS
 from .layers import decoder_layers
 
@@ -523,9 +523,8 @@ def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
     groups: dict[str, list[PackedList]] = {}
     homes: dict[int, str] = {}
     for owner, module, name in iter_packed(model):
-        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
-        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
-            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
+        packed_list: Any = parametrization_list(module, name)
+        full = unwrapped_name(f"{owner}.{name}")
         if is_share(packed_list.original):
             raise ConfigError(
                 f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "

@@ -12,15 +12,12 @@ steps, and are compared on held-out text:
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
-import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
@@ -29,8 +26,6 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from tools import demo
 
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 BNB = BitsAndBytesConfig(
     load_in_4bit=True,
     bnb_4bit_quant_type="nf4",
@@ -41,76 +36,50 @@ STEPS = 80
 RATE = 1e-2
 
 
-@dataclass
-class Trained:
-    """The checkpoint that all start from, and the text."""
+SCALE = demo.Scale(
+    hidden=64, layers=1, experts=8, batch=8, length=64, pretrain_steps=250, steps=STEPS,
+    characters=300_000,
+)  # fmt: skip
 
-    folder: Path
-    scale: Any
-    tokens: Tensor
-    held_out: Tensor
 
-    def model(self) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+def lora_config(experts: bool) -> LoraConfig:
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    how = {"target_modules": modules, "target_parameters": parameters, "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=8, lora_alpha=16, **how)
 
-    def packed(self) -> Any:
-        model = self.model()
-        report = moe_qlora.quantize_experts(model, BNB)
-        assert len(report.quantized) == 2 * self.scale.layers
+
+def test_packed_experts_train_like_full_ones(tmp_path: Path) -> None:
+    torch.manual_seed(demo.SEED)
+    run = demo.Run()
+    demo.pretrain(tmp_path, SCALE, run)
+    (curve,) = run.curves.values()
+    assert curve[-1] < curve[0] - 1.5, "the model has learned something to start from"
+    tokens = demo.encode(AutoTokenizer.from_pretrained(tmp_path), demo.manual())
+    tokens, held_out = tokens[len(tokens) // 10 :], tokens[: len(tokens) // 10]
+
+    def plain() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+
+    def packed_model() -> Any:
+        model = plain()
+        assert len(moe_qlora.quantize_experts(model, BNB).quantized) == 2
         return model
 
-    def loss(self, model: Any) -> float:
-        return float(demo.evaluate(model, self.held_out, self.scale))
-
-    def train(self, model: Any) -> float:
+    def train(model: Any) -> float:
         """Train the adapter; the loss on held-out text."""
         generator = torch.Generator().manual_seed(5)
         for name, parameter in sorted(model.named_parameters()):
             if ".lora_A" in name:  # lora_B starts at zero
                 bound = parameter.shape[1] ** -0.5
                 parameter.data.uniform_(-bound, bound, generator=generator)
-        demo.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA")
-        return self.loss(model)
+        demo.train(model, tokens, SCALE, STEPS, RATE, "LoRA")
+        return float(demo.evaluate(model, held_out, SCALE))
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    scale = demo.Scale(
-        hidden=64,
-        layers=1,
-        experts=8,
-        batch=8,
-        length=64,
-        pretrain_steps=250,
-        steps=STEPS,
-        characters=300_000,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(demo.SEED)
-    run = demo.Run()
-    demo.pretrain(folder, scale, run)
-    (losses,) = run.curves.values()
-    assert losses[-1] < losses[0] - 1.5, "the model has learned something to start from"
-    tokens = demo.encode(AutoTokenizer.from_pretrained(folder), demo.manual())
-    tenth = len(tokens) // 10
-    return Trained(folder, scale, tokens[tenth:], tokens[:tenth])
-
-
-def lora_config(experts: bool) -> LoraConfig:
-    return LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules=ATTENTION,
-        target_parameters=EXPERTS if experts else None,
-        task_type="CAUSAL_LM",
-    )
-
-
-def test_packed_experts_train_like_full_ones(trained: Trained) -> None:
-    start = trained.loss(trained.packed())
-    full = trained.train(peft.get_peft_model(trained.model(), lora_config(experts=True)))
-    packed = trained.train(moe_qlora.get_peft_model(trained.packed(), lora_config(experts=True)))
-    frozen = trained.train(moe_qlora.get_peft_model(trained.packed(), lora_config(experts=False)))
+    start = float(demo.evaluate(packed_model(), held_out, SCALE))
+    full = train(peft.get_peft_model(plain(), lora_config(experts=True)))
+    packed = train(moe_qlora.get_peft_model(packed_model(), lora_config(experts=True)))
+    frozen = train(moe_qlora.get_peft_model(packed_model(), lora_config(experts=False)))
     losses = f"{start=:.4f} {full=:.4f} {packed=:.4f} {frozen=:.4f}"
     assert packed < start - 0.2, losses
     assert abs(packed - full) < 0.02 * full, losses

@@ -56,13 +56,10 @@ ALL = {
 ZERO: dict[str, dict[str, Any]] = {"zero2": {"stage": 2}, "zero3": {"stage": 3, **ALL}}
 CASES: dict[str, dict[str, Any]] = {
     "zero2": {"stage": 2},
-    "zero2, int8": {"stage": 2, "settings": "int8", "steps": 3},
     "zero3": {"stage": 3, **ALL},
-    "zero3, small ones whole": {"stage": 3, "steps": 3},
-    "zero3, fp4": {"stage": 3, **ALL, "settings": "fp4", "reentrant": True, "steps": 3},
+    "zero3, small ones whole": {"stage": 3, "settings": "fp4", "reentrant": True, "steps": 3},
     "zero3, int8": {"stage": 3, **ALL, "settings": "int8", "steps": 3},
     "zero3, bf16": {"stage": 3, **ALL, "settings": "bf16 storage", "reentrant": False, "steps": 3},
-    "accelerate, zero3": {"stage": 3, **ALL, "accelerate": True},
 }
 
 
@@ -101,14 +98,13 @@ def train(engine: Any, steps: int) -> list[float]:
 def run_case(folder: Path, name: str, case: dict[str, Any]) -> dict[str, Any]:
     case = dict(case)
     settings, steps = case.pop("settings", "nf4"), case.pop("steps", STEPS)
-    reentrant, by_accelerate = case.pop("reentrant", None), case.pop("accelerate", False)
+    reentrant = case.pop("reentrant", None)
     model = adapted(loaded(folder / "plain", SETTINGS[settings]))
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
     before = packed_bytes(model, whole)
-    engine = prepared(model, **case)[0] if by_accelerate else started(model, **case)
-    result: dict[str, Any] = {"losses": train(engine, steps)}
+    result: dict[str, Any] = {"losses": train(started(model, **case), steps)}
     result["intact"] = are_same(before, packed_bytes(model, whole))
     result["partitioned"] = [
         key for key, parameter in model.named_parameters()
@@ -151,7 +147,6 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
     model = adapted(loaded(folder / "plain", NF4))
     engine, accelerator = prepared(model, **zero)
     model.save_pretrained(folder / name / "adapter")
-    model.save_pretrained(folder / name / "adapter")  # into a folder that holds one
     # as in the examples of accelerate and PEFT
     accelerator.unwrap_model(engine).save_pretrained(
         folder / name / "given",
@@ -167,10 +162,7 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
         return results
     calls = {
         "merge_adapter": (model.merge_adapter,),
-        "merge_and_unload": (model.merge_and_unload,),
-        "unmerge_adapter": (model.unmerge_adapter,),
-        "add_adapter": (model.load_adapter, folder / name / "adapter", "second"),
-        "load_adapter": (model.load_adapter, folder / name / "adapter", "default"),
+        "load_adapter": (model.load_adapter, folder / name / "adapter", "second"),
         "state_dict": (partial(model.save_pretrained, state_dict=None), folder / name / "none"),
     }
     results["refusals"] = {key: said(call, *args) for key, (call, *args) in calls.items()}
@@ -178,7 +170,6 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 SAVED = ("nf4", "int8", "bf16 storage")
-CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter")
 
 
 def take_deepspeed_on_cpus() -> None:
@@ -304,12 +295,9 @@ def test_models_and_adapters_are_saved_as_one_process_does(results, folder, name
 def test_what_zero3_cannot_do_is_refused(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         refusals = result["zero3, saves"]["refusals"]
-        for call in CALLS:
-            assert "model.embed_tokens.weight is sharded over ranks" in refusals[call]
-            assert "moe-qlora merge" in refusals[call]
-        for call in ("add_adapter", "load_adapter"):
-            assert "is partitioned by DeepSpeed ZeRO-3" in refusals[call]
-            assert "before the engine is made, or go on from a checkpoint" in refusals[call]
+        assert "model.embed_tokens.weight is sharded over ranks" in refusals["merge_adapter"]
+        assert "moe-qlora merge" in refusals["merge_adapter"]
+        assert "is partitioned by DeepSpeed ZeRO-3" in refusals["load_adapter"]
         # all but the first take no part, as hosts want it that give the first one a state dict
         assert ("leave the argument out" in refusals["state_dict"]) == (rank == 0)
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 
@@ -20,29 +19,15 @@ from tests.helpers.delayed import delayed
 from tests.helpers.ranks import content, said, sharded
 
 WAYS: dict[str, dict[str, Any]] = {
-    "moved, with adapters": {"settings": "int8"},
+    "moved": {"settings": "int8"},
     "loaded": {"settings": "bf16 storage", "block": {"offload": True}, "reentrant": False},
-    "packed, stock PEFT": {"folder": "packed", "block": {"offload": True}, "stock": True},
 }
 
 
 def load(folder: str, case: dict[str, Any], sharding: Any = None, **block: Any) -> Any:
-    name, settings = case.get("folder", "plain"), training.SETTINGS[case.get("settings", "nf4")]
+    settings = training.SETTINGS[case.get("settings", "nf4")]
     with moe_qlora.enabled(**block):
-        return training.loaded(
-            Path(folder) / name, settings if name == "plain" else None, distributed_config=sharding
-        )
-
-
-def adapted(model: Any, case: dict[str, Any]) -> Any:
-    if not case.get("stock"):
-        return training.adapted(model)
-    torch.manual_seed(1)
-    peft_model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.05)
-    return peft_model
+        return training.loaded(Path(folder) / "plain", settings, distributed_config=sharding)
 
 
 def steps(model: Any, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +51,8 @@ def steps(model: Any, rank: int, world: int, case: dict[str, Any]) -> dict[str, 
 
 
 def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    expected = steps(adapted(load(folder, case), case), rank, world, case)
-    model = load(folder, case, **case.get("block", {}))
-    model = adapted(model, case)
+    expected = steps(training.adapted(load(folder, case)), rank, world, case)
+    model = training.adapted(load(folder, case, **case.get("block", {})))
     off = moe_qlora.offload_experts(model)
     found = steps(model, rank, world, case)
     hosted = {n for n, p in model.named_parameters() if "parametrizations" in n}
@@ -90,11 +74,9 @@ def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[s
 
 
 REFUSED = {
-    "fsdp2": "offload_experts, and the model is sharded over ranks",
     "fsdp2, after a step": "offload_experts, and the model is sharded over ranks",
     "sharded first": "is sharded over ranks, by an engine",
     "prepare_sharding": "lies in host memory, by offload_experts",
-    "ep_size": "distributed_config has ep_size=2, which packed experts do not",
     "config": "this load shards the model over ranks",
 }
 
@@ -103,19 +85,16 @@ def run_refusals(folder: str) -> dict[str, str]:
     def hosted() -> Any:
         return load(folder, {}, offload=True)
 
-    def shard(stepped: bool = False) -> Any:
+    def shard() -> Any:
         model = training.adapted(hosted())
-        if stepped:
-            model(input_ids=torch.arange(6)[None])
+        model(input_ids=torch.arange(6)[None])
         return sharded(model)(input_ids=torch.arange(6)[None])
 
     two = DistributedConfig(fsdp_size=2)
     calls: dict[str, Any] = {
-        "fsdp2": shard,
-        "fsdp2, after a step": lambda: shard(stepped=True),
+        "fsdp2, after a step": shard,
         "sharded first": lambda: moe_qlora.offload_experts(sharded(load(folder, {}))),
         "prepare_sharding": lambda: moe_qlora.prepare_sharding(hosted()),
-        "ep_size": lambda: load(folder, {}, DistributedConfig(fsdp_size=2, ep_size=2)),
         "config": lambda: load(folder, {}, two, offload=True),
     }
     return {name: said(call) for name, call in calls.items()}

@@ -23,21 +23,11 @@ def model_folder(tmp_path_factory):
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
     ).save_pretrained(folder)
     config = Qwen3MoeConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.1,
-        eos_token_id=0,
-        pad_token_id=1,
-        bos_token_id=None,
-    )
+        vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128,
+        moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        initializer_range=0.1, eos_token_id=0, pad_token_id=1, bos_token_id=None,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -66,43 +56,3 @@ def quiet_loading():
     yield
     if was:
         transformers.logging.enable_progress_bar()
-
-
-@pytest.fixture
-def plain_twin(quiet_loading):
-    """A function: a plain model with the value that each weight of a packed one decodes to.
-
-    It takes the 16-bit folder and the packed model; the plain model is float32.
-    """
-    import bitsandbytes
-    from transformers import AutoModelForCausalLM
-
-    from moe_qlora.packing import parametrize
-
-    def twin(folder, packed):
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for name, module in packed.named_modules():
-                if isinstance(module, bitsandbytes.nn.Linear4bit):
-                    state = module.weight.quant_state
-                    decoded = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
-                    plain.get_submodule(name).weight.copy_(decoded)
-                for parameter in parametrize.packed_names(module):
-                    weight = plain.get_parameter(f"{name}.{parameter}")
-                    weight.copy_(getattr(module, parameter))
-        return plain
-
-    return twin
-
-
-@pytest.fixture(scope="session")
-def stored():
-    """nf4 with double quantization, decoded to float32: what the hosts here store, exactly."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )

@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, prepare_model_for_kbit_training
-from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.offload import Offload
-from tests.helpers.delayed import delayed
 from tests.helpers.training import NF4, four_steps, loaded, logged_losses, trainer_of
 
 pytestmark = pytest.mark.usefixtures("quiet_loading")
@@ -42,7 +38,7 @@ def adapted(model: Any) -> Any:
     return moe_qlora.get_peft_model(model, config, experts=True)
 
 
-def test_trainer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer(folder: Path, tmp_path: Path) -> None:
     """Four steps, evaluated and saved after two, are the resident model's; so is going on."""
     options = {"use_cpu": True, "eval_steps": 2, "save_strategy": "steps"}
 
@@ -55,51 +51,15 @@ def test_trainer(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return logged_losses(trainer), evaluated, trained
 
     losses, evaluated, trained = run(adapted(load(folder)), "resident")
-    with delayed(monkeypatch):
-        model = adapted(load(folder, offload=True))
-        off = moe_qlora.offload_experts(model)
-        found = run(model, "offloaded")
-        assert found[:2] == (losses, evaluated) and len(losses) == 4 and len(evaluated) == 2
-        assert all(torch.equal(p, trained[name]) for name, p in found[2].items())
-        assert off.copies > 4 * 2 and "on host" in repr(model)
-        names = sorted(path.name for path in (tmp_path / "offloaded" / "checkpoint-2").iterdir())
-        assert names == sorted(p.name for p in (tmp_path / "resident" / "checkpoint-2").iterdir())
-        again = adapted(load(folder, offload=True))
-        resumed = run(again, "again", str(tmp_path / "offloaded" / "checkpoint-2"))
-        assert resumed[0] == losses and resumed[1] == evaluated
-        assert all(torch.equal(p, trained[name]) for name, p in resumed[2].items())
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    """accelerate as it is on a GPU."""
-    accelerator = Accelerator(cpu=True)
-    device = property(lambda self: torch.device("cuda", 0))
-    monkeypatch.setattr(type(accelerator), "device", device)
-    return accelerator
-
-
-def test_accelerate_asks_the_device_map_where_the_model_is(
-    folder: Path, cuda: Accelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A load to a GPU notes that one, whatever is in host memory; accelerate moves nothing then."""
-    model = load(folder, offload=True)
-    model.hf_device_map = {"": 1}
-    with pytest.raises(ValueError, match="on a different device than the one"):
-        cuda.prepare_model(model)
-    model.hf_device_map = {"": 0}
-    before = {id(p): p.data_ptr() for p in model.parameters()}
-    model = adapted(model)
-    assert cuda.prepare_model(model) is model
-    after = {id(p): p.data_ptr() for p in model.parameters()}
-    assert before.items() <= after.items()
-    said: list[torch.device] = []
-    monkeypatch.setattr(Offload, "move", lambda self, device: said.append(device))
-    monkeypatch.setattr(type(cuda), "device", property(lambda self: torch.device("meta")))
-    built: Any = tiny_model("qwen3_moe")  # On a CPU: all but the experts goes to the device
-    with moe_qlora.enabled(offload=True):
-        moe_qlora.quantize_experts(built, BitsAndBytesConfig(**NF4))
-    assert cuda.prepare_model(built) is built
-    assert set(said) == {torch.device("meta")}
-    for name, parameter in built.named_parameters():
-        assert parameter.is_meta is ("parametrizations" not in name), name
+    model = adapted(load(folder, offload=True))
+    off = moe_qlora.offload_experts(model)
+    found = run(model, "offloaded")
+    assert found[:2] == (losses, evaluated) and len(losses) == 4 and len(evaluated) == 2
+    assert all(torch.equal(p, trained[name]) for name, p in found[2].items())
+    assert off.copies > 4 * 2 and "on host" in repr(model)
+    names = sorted(path.name for path in (tmp_path / "offloaded" / "checkpoint-2").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "resident" / "checkpoint-2").iterdir())
+    again = adapted(load(folder, offload=True))
+    resumed = run(again, "again", str(tmp_path / "offloaded" / "checkpoint-2"))
+    assert resumed[0] == losses and resumed[1] == evaluated
+    assert all(torch.equal(p, trained[name]) for name, p in resumed[2].items())

@@ -6,21 +6,20 @@ Without a GPU, tests take the model for one on CUDA; graphs then record nothing,
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from peft import LoraConfig
 from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost
 from moe_qlora.integrations.host import loss_of
-from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
+from moe_qlora.testing import requires_gpu, tiny_inputs
 from moe_qlora.train import fit as speed_fit
 from moe_qlora.train import graphs as speed_graphs
 from moe_qlora.train import prepare
@@ -97,14 +96,6 @@ def cuda(monkeypatch, events) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("kind", ["Qwen3NextModel", "DiffusionGemmaEncoderTextModel"])
-def test_rows_that_stay_apart_are_said(kind):
-    model = tiny_model("qwen3_next" if "Qwen" in kind else "diffusion_gemma")
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert f"\nRows: each in its own shape; {kind}: it" in str(prepared)
-    assert "flat rows" not in str(prepared)
-
-
 def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
     model = adapted()
     before = state(model)
@@ -158,18 +149,6 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
     assert len(cuda) == 4
 
 
-def test_a_second_call_replaces_the_first(cuda):
-    model = adapted()
-    before = state(model)
-    first = moe_qlora.prepare_training(model, **SIZES)
-    second = moe_qlora.prepare_training(model, batch_size=1, seq_len=64)
-    assert cuda[2:4] == ["fit removed", "graphs removed"]
-    first.remove()
-    assert len(cuda) == 6
-    second.remove()
-    assert state(model) == before
-
-
 def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
     model = adapted()
     assert prepare._sharding(model) is None
@@ -189,28 +168,6 @@ def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
         assert "not used; other code has replaced the layers' forward" in str(prepared)
         assert len(str(prepared).splitlines()) == 5
-    assert state(model) == before
-
-
-def test_lora_is_joined_where_there_is_something_to_join(cuda, monkeypatch):
-    model = adapted()
-    inner = model.get_base_model()
-    one = LoraConfig(r=3, target_modules=["q_proj", "o_proj"])
-    alone = moe_qlora.get_peft_model(tiny_model("qwen3_moe"), one, unpacked_ok=True)
-    before = state(alone)
-    with moe_qlora.prepare_training(alone, **SIZES) as prepared:
-        assert "LoRA" not in str(prepared)
-        assert "forward" not in vars(layers_of(alone)[0].self_attn.q_proj)
-    assert state(alone) == before
-
-    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("give pixels.\nand more")
-
-    monkeypatch.setattr(type(inner.model), "forward", fails)
-    before = state(model)
-    with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert "LoRA: each layer by itself; ValueError: give pixels." in str(prepared)
-        assert "forward" not in vars(layers_of(model)[0].self_attn.q_proj)
     assert state(model) == before
 
 
@@ -239,33 +196,6 @@ def test_the_loss_of_trl_stays(first, cuda):
     assert base.forward == bound
     again.remove()
     assert base.forward == bound
-
-
-def test_memory_is_measured_with_trls_loss():
-    """Else the logits of all tokens would be planned, which its trainers never have."""
-    model = adapted()
-    calls: list[nn.Module] = []
-    model.get_base_model().lm_head.register_forward_hook(lambda head, *_: calls.append(head))
-    sizes = {**SIZES, "memory": "1GiB"}
-    moe_qlora.prepare_training(model, **sizes).remove()
-    before, calls[:] = len(calls), []
-    bind_trls_loss(model.get_base_model())
-    moe_qlora.prepare_training(model, **sizes).remove()
-    assert before and not calls
-
-
-def test_a_step_on_a_gpu_suggests_it(monkeypatch, caplog):
-    """The first step in training does; not where it was called, nor on a CPU."""
-    models = [adapted() for _ in range(3)]
-    inputs = tiny_inputs(models[0].get_base_model())
-    moe_qlora.prepare_training(models[0], **SIZES)
-    models[1](**inputs)
-    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
-    for model in (models[0], models[2], models[2]):
-        with suppress(Exception):  # There is no GPU
-            model(**inputs)
-    said = [record.message for record in caplog.records if "are packed" in record.message]
-    assert [("prepare_training(" in text) for text in said] == [False, False, True]
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(None, None), (True, None), ("40GiB", "40GiB")])

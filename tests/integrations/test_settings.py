@@ -26,10 +26,7 @@ COLLIDING = {
 CASES: list[tuple[str, str]] = [
     ("adapter:", "adapter is missing, and moe_qlora packs experts for LoRA: set adapter: qlora"),
     ("adapter: mixlora", "adapter is 'mixlora', and moe_qlora packs experts for LoRA"),
-    (
-        "load_in_4bit: false",
-        "adapter is 'qlora' and load_in_4bit is not true: set load_in",
-    ),
+    ("load_in_4bit: false", "adapter is 'qlora' and load_in_4bit is not true: set load_in"),
     ("load_in_8bit: true", "adapter is 'qlora' and load_in_8bit is true: set load_in_4bit: true"),
     ("adapter: lora", "adapter is 'lora' and load_in_4bit is true: set load_in_8bit: true"),
     (

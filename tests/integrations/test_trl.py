@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 
 import datasets
@@ -13,7 +12,7 @@ import torch
 import trl
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 from trl.trainer import utils
 from upstream import TRANSFORMERS
 
@@ -26,7 +25,6 @@ from tests.helpers.training import loaded as load
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-GRPO = pytest.param("grpo", "peft", marks=pytest.mark.nightly)
 STEPS = 8
 
 
@@ -38,18 +36,10 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
     """One of TRL's trainers, given what `way` says; everything else is as a user would have it."""
     lora = lora_config() if lora is None else lora
     keywords = {
-        "output_dir": str(out),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
+        "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 2,
+        "learning_rate": 5e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **options,
+    }  # fmt: skip
     more = {}
     if kind == "grpo":
         keywords |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
@@ -130,8 +120,7 @@ def assert_same(left, right):
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")],
+    ("kind", "way"), [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")]
 )
 def test_training(kind, way, model_folder, tmp_path, caplog):
     steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall
@@ -232,29 +221,6 @@ def test_resume(kind, way, model_folder, tmp_path):
     assert len(losses(resumed)) == 4
     assert losses(resumed)[3:] == pytest.approx(losses(whole)[3:], abs=2e-2)
     assert_same(codes(resumed.model), codes(whole.model))
-
-
-@pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("dpo", "stock peft"), GRPO])
-def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, tmp_path):
-    """Also after a resume, and TRL's reference beside the adapter."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    trainer(kind, way, model_folder, tmp_path, **saving | {"max_steps": 1}).train()
-    resumed = trainer(kind, way, model_folder, tmp_path, **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    resumed.save_model(str(tmp_path / "last"))
-    folders = [file.parent for file in tmp_path.rglob("adapter_config.json")]
-    assert len(folders) == 3 * len(resumed.model.peft_config)
-    for folder in folders:
-        note = json.loads((folder / "moe_qlora_adapter.json").read_text())
-        assert note["base"]["name"] == str(model_folder)
-        assert len(note["base"]["bits"]) > 1
-        assert note["dtype"] == str(resumed.model.dtype).removeprefix("torch.")
-    other = AutoModelForCausalLM.from_pretrained(model_folder)
-    for weight in other.parameters():
-        torch.nn.init.normal_(weight)
-    other.save_pretrained(tmp_path / "other")
-    with pytest.raises(moe_qlora.AdapterError, match=f"was trained on {model_folder}, and "):
-        moe_qlora.merge_adapter(tmp_path / "other", folders[0], tmp_path / "merged")
 
 
 def test_reward_trainer(model_folder, tmp_path):

@@ -5,9 +5,16 @@ A server of this process stands for vLLM's.
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any
 
 import datasets
 import pytest
@@ -15,38 +22,122 @@ import torch
 import trl
 import trl.trainer.grpo_trainer
 import trl.trainer.rloo_trainer
-from adapter_server import AdapterServer, running
 from peft import LoraConfig
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations.trl import adapters_to_vllm
+from moe_qlora.integrations.trl import AdapterGeneration, adapters_to_vllm
+from tests.helpers.training import loaded
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", "max"))
-KINDS = {
-    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-    "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-}
+KINDS = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}
+
+
+class AdapterServer:
+    """Samples with `generate` from a plain model and the adapter that a request names.
+
+    `refusals` maps addresses to (status, text), answered instead.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.adapters: dict[str, Any] = {}
+        self.loaded: list[tuple[str, list[str]]] = []  # names, and the keys in each file
+        self.refusals: dict[str, tuple[int, str]] = {}
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """Return what a server returns to one request."""
+        if path == "/v1/models":
+            return {"data": [{"id": "base"}]}
+        if path.startswith("/server_info"):
+            return {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+        if path == "/v1/load_lora_adapter":
+            self._load(body["lora_name"], Path(body["lora_path"]))
+        elif path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        elif path == "/v1/completions":
+            return {"choices": [one for ids in body["prompt"] for one in self._sample(ids, body)]}
+        return ""
+
+    def _load(self, name: str, folder: Path) -> None:
+        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            self.loaded.append((name, sorted(file.keys())))
+        adapted = moe_qlora.load_adapter(
+            copy.deepcopy(self.model), str(folder), any_base=True, unpacked_ok=True
+        )
+        self.adapters[name] = adapted.float().eval()
+
+    def _sample(self, ids: list[int], body: dict[str, Any]) -> list[dict[str, Any]]:
+        model = self.model if body["model"] == "base" else self.adapters[body["model"]]
+        output = model.generate(
+            input_ids=torch.tensor([ids] * body["n"]), do_sample=True,
+            max_new_tokens=body["max_tokens"], output_logits=True, return_dict_in_generate=True,
+            top_k=0,
+        )  # fmt: skip
+        tokens = output.sequences[:, len(ids) :]
+        logprobs = torch.stack(output.logits, 1).log_softmax(-1).gather(2, tokens[..., None])
+        end = model.config.eos_token_id
+        choices = []
+        for row, values in zip(tokens.tolist(), logprobs[..., 0].tolist(), strict=True):
+            length = row.index(end) + 1 if end in row else len(row)
+            choices.append(
+                {
+                    "prompt_token_ids": ids,
+                    "token_ids": row[:length],
+                    "logprobs": {
+                        "tokens": [f"token_id:{token}" for token in row[:length]],
+                        "token_logprobs": values[:length],
+                        "top_logprobs": [None] * length,
+                    },
+                }
+            )
+        return choices
+
+
+@contextmanager
+def running(server: AdapterServer):
+    """Run a server in a thread; yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._answer({})
+
+        def do_POST(self):
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body):
+            path = self.path.partition("?")[0]
+            status, text = server.refusals.get(path, (200, None))
+            if text is None:
+                text = json.dumps(server.answer(path, body))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{http.server_address[1]}"
+        finally:
+            http.shutdown()
 
 
 @pytest.fixture(scope="module")
-def packed(model_folder, stored):
-    def load():
-        with moe_qlora.enabled():
-            return AutoModelForCausalLM.from_pretrained(
-                model_folder, quantization_config=stored, dtype=torch.float32
-            )
-
-    return load
+def packed(model_folder):
+    return partial(loaded, model_folder)
 
 
 @pytest.fixture
-def server(model_folder, packed, plain_twin):
-    return AdapterServer(plain_twin(model_folder, packed()))
+def server(packed):
+    return AdapterServer(packed().dequantize())
 
 
 def letters(completions, **kwargs):
@@ -67,29 +158,17 @@ def make(model_folder, packed, tmp_path):
         else:
             model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         args = config(
-            output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=8,
-            num_generations=4,
-            max_completion_length=8,
-            learning_rate=1e-2,
-            **{"use_vllm": True, "vllm_mode": "server", **options},
-            vllm_server_base_url=url,
-            vllm_server_timeout=0,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
+            output_dir=str(tmp_path / "out"), per_device_train_batch_size=8, num_generations=4,
+            max_completion_length=8, learning_rate=1e-2, vllm_server_base_url=url,
+            **{"use_vllm": True, "vllm_mode": "server", **options}, vllm_server_timeout=0,
+            logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False,
             disable_tqdm=True,
-        )
+        )  # fmt: skip
         prompts = datasets.Dataset.from_list([{"prompt": f"say {at}"} for at in range(40)])
         made = trainer(
-            model=model,
-            args=args,
-            reward_funcs=letters,
-            train_dataset=prompts,
+            model=model, args=args, reward_funcs=letters, train_dataset=prompts,
             peft_config=lora_config if lora else None,
-        )
+        )  # fmt: skip
         for name, weight in made.model.named_parameters():
             if "lora_" in name:
                 weight.data = weight.data.float()
@@ -138,16 +217,6 @@ def test_each_step_samples_from_the_adapter_as_it_is(kind, server, make, model_f
         assert all(0 < row[MEAN] <= row[MAX] < 1e-4 for row in log_of(trainer))
 
 
-def test_a_server_that_drops_the_adapter_is_seen_in_the_log(server, make, model_folder):
-    server.deaf = True
-    with running(server) as url, adapters_to_vllm(base=model_folder):
-        trainer = make(url, max_steps=3)
-        trainer.train()
-    first, *later = [row[MEAN] for row in log_of(trainer)]
-    assert first < 1e-4  # a new adapter changes nothing
-    assert min(later) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("path", "status", "text", "sentence"),
     [
@@ -181,80 +250,40 @@ def test_what_cannot_be_synced(options, sentence, make, model_folder):
         make("http://127.0.0.1:1", max_steps=1, **options)
 
 
-@pytest.fixture
-def engine_options(server, monkeypatch):
-    """The arguments of each engine that TRL starts in this process; `server` answers for it."""
-    started = []
+def test_an_engine_in_the_process(model_folder, packed, tmp_path, monkeypatch):
+    """It gets the base, room for the rank, and after each load the newest adapter alone."""
+    calls = []
 
     class Engine:
         def __init__(self, **options):
-            started.append(options)
-            self.llm_engine, self.names = self, {}
+            calls.append(options)
+            self.llm_engine = self
 
         def add_lora(self, request):
-            self.names[request.lora_int_id] = request.lora_name
-            body = {"lora_name": request.lora_name, "lora_path": request.lora_path}
-            server.answer("/v1/load_lora_adapter", body)
+            calls.append(("add", request.number))
 
         def remove_lora(self, number):
-            server.answer("/v1/unload_lora_adapter", {"lora_name": self.names.pop(number)})
+            calls.append(("remove", number))
 
-        def generate(self, prompts, sampling_params, use_tqdm, lora_request=None):
-            name = lora_request.lora_name if lora_request else "base"
-            body = {"model": name, "n": 1, "max_tokens": sampling_params.max_tokens}
-            ids = [one["prompt_token_ids"] for one in prompts]
-            return [_output(server.answer("/v1/completions", {**body, "prompt": [i]})) for i in ids]
+        def generate(self, prompt, lora_request):
+            return lora_request.folder
 
-    vllm = SimpleNamespace(LLM=Engine, SamplingParams=SimpleNamespace)
-    request = SimpleNamespace(LoRARequest=_Request)
-    for name, module in (("vllm", vllm), ("vllm.lora", vllm), ("vllm.lora.request", request)):
+    def request(name, number, folder):
+        return SimpleNamespace(name=name, number=number, lora_int_id=number, folder=folder)
+
+    vllm, lora = SimpleNamespace(LLM=Engine), SimpleNamespace(LoRARequest=request)
+    for name, module in (("vllm", vllm), ("vllm.lora", vllm), ("vllm.lora.request", lora)):
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("LLM", "SamplingParams"):
-        monkeypatch.setattr(vllm_generation, name, getattr(vllm, name), raising=False)
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # TRL sets them
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    return started
-
-
-class _Request(NamedTuple):
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-
-def _output(answer):
-    (choice,) = answer["choices"]
-    ids, values = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    logprobs = [
-        {token: SimpleNamespace(logprob=value, rank=1)}
-        for token, value in zip(ids, values, strict=True)
-    ]
-    return SimpleNamespace(
-        prompt_token_ids=choice["prompt_token_ids"],
-        outputs=[SimpleNamespace(token_ids=ids, logprobs=logprobs)],
-    )
-
-
-def test_an_engine_in_the_process(server, make, model_folder, engine_options):
-    with adapters_to_vllm(base=model_folder, max_lora_rank=16, enforce_eager=True):
-        trainer = make(None, max_steps=3, vllm_mode="colocate")
-    trainer.train()
-    (options,) = engine_options
-    assert options["model"] == str(model_folder) and options["enable_lora"]
-    assert options["quantization"] is None  # TRL guesses bitsandbytes, from the trainer's model
-    assert options["max_lora_rank"] == 16 and options["enforce_eager"]
-    names = [name for name, _ in server.loaded]
-    assert len(set(names)) == 3 and list(server.adapters) == [names[-1]]
-    assert all(row[MAX] < 1e-4 for row in log_of(trainer))
-    assert vllm_generation.LLM is sys.modules["vllm"].LLM
-
-
-def test_a_rank_that_no_engine_takes_is_refused(make, model_folder, engine_options, monkeypatch):
-    monkeypatch.setattr("moe_qlora.integrations.trl._MAX_RANKS", (1, 2))
-    with (
-        adapters_to_vllm(base=model_folder),
-        pytest.raises(ConfigError, match="rank is 4, and vLLM takes adapters up to rank 2"),
-    ):
-        make(None, max_steps=1, vllm_mode="colocate")
+    config = LoraConfig(r=9, target_modules=["q_proj"])
+    model = moe_qlora.get_peft_model(packed(), config)
+    held = SimpleNamespace(model=model, _base=model_folder, _engine={"enforce_eager": True})
+    engine = AdapterGeneration._start_engine(held, quantization="bitsandbytes")
+    options = {"model": str(model_folder), "enable_lora": True, "max_lora_rank": 16}
+    assert calls == [{"quantization": None, "enforce_eager": True, **options}]
+    for number in (1, 2):
+        engine.load_adapter(f"a{number}", number, f"folder {number}")
+    assert calls[1:] == [("add", 1), ("add", 2), ("remove", 1)]
+    assert engine.generate("prompt") == "folder 2"
+    model.peft_config["default"].r = 600
+    with pytest.raises(ConfigError, match="rank is 600, and vLLM takes adapters up to rank 512"):
+        AdapterGeneration._start_engine(held)

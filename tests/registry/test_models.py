@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import initialization
 from upstream import skip_llama4, skip_renamed
 
 import moe_qlora
 from moe_qlora import registry
 from moe_qlora.errors import ConfigError
-from moe_qlora.layout import ModelLayout, name_pattern
+from moe_qlora.layout import ModelLayout
 from moe_qlora.testing import model_class, registry_families, tiny_inputs, tiny_model
 
 TYPES = registry_families()
@@ -104,20 +103,13 @@ def check_detected(found: ModelLayout, entry: registry.RegistryEntry, sizes: str
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_detector_agrees(model_type):
-    """At tiny and at published size, and what else the file says of the model is there."""
+    """At tiny and at published size."""
     skip_renamed(model_type)
     entry = registry.load(model_type)
     assert entry.published, "every default configuration is completed where it lacks something"
     tiny = tiny_model(model_type, device="meta")
     for sizes, model in (("tiny", tiny), ("published", meta_model(entry))):
         check_detected(moe_qlora.detect(model), entry, sizes)
-    for item in entry.experts:
-        part = tiny.config
-        for name in filter(None, item["config"].split(".")):
-            part = getattr(part, name)
-        for group in item["tiny"]["groups"]:
-            assert [evaluate(term, part) for term in item["shape"]] == group["shape"]
-    check_routers_and_shared_experts(entry, tiny)
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -138,44 +130,3 @@ def test_tiny_model_runs(model_type):
     first = output.logits if "logits" in output else output[0]
     assert first.shape[:2] == (2, 12)
     assert bool(torch.isfinite(first).all())
-
-
-def check_routers_and_shared_experts(entry, model):
-    modules = {name_pattern(name): module for name, module in model.named_modules()}
-    weights = {name_pattern(name) for name, _ in model.named_parameters()}
-    owners = {item["pattern"].rpartition(".")[0] for item in entry.experts}
-    shared = set()
-    for item in entry.experts:
-        router, beside = item["router"], item["shared_experts"]
-        if router is not None:
-            assert router["weight"] in modules or router["weight"] in weights
-            assert router["module"] in modules
-        if beside["kind"] == "none":
-            assert beside["module"] is None
-            continue
-        inside = list(modules[beside["module"]].modules())
-        assert any(type(module) is nn.Linear for module in inside) == (beside["kind"] == "linear")
-        shared.add(beside["module"])
-    named = {
-        name
-        for name, module in modules.items()
-        if "shared_exper" in name.rpartition(".")[2]
-        and not name.endswith("gate")
-        and any(parameter.dim() >= 2 for parameter in module.parameters())
-        and any(name.startswith(owner.rpartition(".")[0].removesuffix("_moe")) for owner in owners)
-    }
-    assert named <= shared | owners
-
-
-def evaluate(term, config):
-    for sign, combine in (("*", int.__mul__), ("+", int.__add__)):
-        if sign in term:
-            first, second = term.split(sign)
-            return combine(evaluate(first, config), evaluate(second, config))
-    if term.isdigit():
-        return int(term)
-    for name in term.split("."):
-        name, _, index = name.removesuffix("]").partition("[")
-        config = getattr(config, name)
-        config = config[int(index)] if index else config
-    return config

@@ -1,8 +1,6 @@
-"""Detection on every model type that the registry does not describe: none of them holds experts.
+"""Detection on model types that the registry does not describe: none of them holds experts.
 
-Hundreds of them hold parameters of three or more dimensions: convolutions, relative positions,
-per-head projections, codebooks. At small sizes, where unrelated ones are equal more often, a sixth
-of them; at night all, and every fourth type at its default sizes as well.
+At small sizes, where unrelated ones are equal more often, a sixth of them; at night all.
 """
 
 from __future__ import annotations
@@ -39,36 +37,25 @@ def build(maker, config):
 
 
 @pytest.mark.parametrize(
-    ("size", "part"),
-    [
-        *(("small", part) for part in range(0, PARTS, 6)),
-        *(
-            pytest.param(size, part, marks=pytest.mark.nightly)
-            for size in ("small", "default")
-            for part in range(PARTS)
-            if size == "default" or part % 6
-        ),
-    ],
+    "part",
+    [pytest.param(part, marks=[pytest.mark.nightly] * bool(part % 6)) for part in range(PARTS)],
 )
-def test_no_experts_in_other_types(part, size, tools):
+def test_no_experts_in_other_types(part, tools):
     classes, tiny = tools
     found, looked_at, wanted = {}, 0, 0
-    # Default sizes take far longer to build: every fourth type has them, every type the small.
-    for model_type in OTHERS[part :: PARTS if size == "small" else 4 * PARTS]:
+    for model_type in OTHERS[part::PARTS]:
         config_class = CONFIG_MAPPING[model_type]
         try:
             maker = classes.model_class(config_class)
             if maker is None:
                 continue
             wanted += 1
-            default = tiny.default_of(config_class)
-            sizes = {} if size == "default" else tiny.tiny_kwargs(config_class, default, 4)
+            sizes = tiny.tiny_kwargs(config_class, tiny.default_of(config_class), 4)
             model = build(maker, config_class(**sizes))
         except Exception:  # noqa: BLE001 - needs a library that is not here, or has no defaults
             continue
         looked_at += 1
-        layout = moe_qlora.detect(model)
-        found |= {f"{model_type} {param.name}": param.evidence for param in layout}
+        found |= {f"{model_type} {p.name}": p.evidence for p in moe_qlora.detect(model)}
     assert not found
     assert looked_at >= 0.65 * wanted, "too few could be built to say anything"
 

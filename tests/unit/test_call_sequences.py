@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
-from delayed import Delayed
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -277,10 +276,8 @@ class Calls(RuleBasedStateMachine):
 
 
 @pytest.fixture(autouse=True)
-def late_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two layers share a slot, and a copy that nobody waits for is garbage."""
-    monkeypatch.setattr(offload, "SLOTS", 1)
-    monkeypatch.setattr(offload, "Copier", lambda device: Delayed())
+def one_slot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(offload, "SLOTS", 1)  # two layers share a slot
     monkeypatch.setattr(Calls, "place", tmp_path, raising=False)
 
 

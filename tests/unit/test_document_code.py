@@ -12,6 +12,7 @@ import ast
 import inspect
 import re
 import runpy
+from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,10 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast
-from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -111,39 +109,23 @@ def test_names_of_what_is_not_run(file):
 
 
 def unknown_names(code: str) -> list[str]:
-    """What a block imports and is not there, and keyword arguments that its functions lack."""
-    tree = ast.parse(code)
-    # what pages use of other libraries without importing it in the same block
-    names = ("AutoModelForCausalLM", "TrainingArguments", "Trainer", "BitsAndBytesConfig")
-    known: dict[str, Any] = {name: getattr(transformers, name) for name in names}
-    known |= {"moe_qlora": moe_qlora, "torch": torch}
-    known |= {"fully_shard": fully_shard, "DistributedConfig": DistributedConfig}
-    wrong = []
+    """What a block imports or takes from moe_qlora and is not there, and its wrong arguments."""
+    tree, wrong, known = ast.parse(code), [], {"moe_qlora": moe_qlora}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and find_spec(str(node.module).split(".")[0]):
             module = import_module(str(node.module))
             wrong += [a.name for a in node.names if not hasattr(module, a.name)]
-            known.update({a.name: getattr(module, a.name, None) for a in node.names})
+            known |= {a.name: getattr(module, a.name, None) for a in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            if owner in ("moe_qlora", "torch") and not hasattr(known[owner], node.attr):
-                wrong.append(ast.unparse(node))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moe_qlora":
+            wrong += [node.attr] * (not hasattr(moe_qlora, node.attr))
         if isinstance(node, ast.Call):
-            function = resolved(node.func, known)
-            if function is None:
-                continue
-            signature = inspect.signature(function)
-            takes = {p.name for p in signature.parameters.values()}
-            if not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-                wrong += [f"{k.arg}=" for k in node.keywords if k.arg and k.arg not in takes]
+            first, *rest = ast.unparse(node.func).split(".")
+            function = reduce(
+                lambda owner, name: getattr(owner, name, None), rest, known.get(first)
+            )
+            if callable(function):
+                takes = inspect.signature(function).parameters
+                if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+                    wrong += [f"{k.arg}=" for k in node.keywords if k.arg and k.arg not in takes]
     return wrong
-
-
-def resolved(function: ast.expr, known: dict[str, Any]) -> Any:
-    """The object that a call names, or None where it is made by the page."""
-    path = ast.unparse(function).split(".")
-    thing = known.get(path[0])
-    for part in path[1:]:
-        thing = getattr(thing, part, None)
-    return thing if callable(thing) else None

@@ -63,12 +63,6 @@ def test_files_that_are_named_exist(file):
     assert not bad, bad
 
 
-@documents
-def test_pages_are_short(file):
-    if file == README or file.parent == PAGES:
-        assert len(text_of(file).split()) <= (900 if file == README else 2800)
-
-
 def test_every_page_is_in_the_index_and_on_the_site():
     pages = {page.name for page in PAGES.glob("*.md")} - {"index.md"}
     linked = set(re.findall(r"\]\(([\w-]+\.md)", text_of(PAGES / "index.md")))
@@ -125,25 +119,6 @@ def test_the_glossary_has_the_words_in_use():
     assert not [word for word in words if word.lower() not in used]
 
 
-def test_the_map_draws_the_house():
-    """Its picture has the floors of tests/unit/test_house.py, its table every entry of the root."""
-    house = ast.parse(text_of(ROOT / "tests/unit/test_house.py"))
-    (floors,) = (
-        ast.literal_eval(node.value)
-        for node in house.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
-    )
-    chapter = text_of(PAGES / "architecture.md")
-    picture = [line for line in chapter.splitlines() if re.match(r" {4}\w+ {2}", line)]
-    drawn = [tuple(re.split(r" {2,}", line.strip())[:-1]) for line in picture]
-    assert drawn == [tuple(room or "__init__" for room in floor) for floor in reversed(floors)]
-
-    named = re.findall(r"`([^`]+)`", " ".join(first_cells(chapter)))
-    entries = {f"{p.name}/" if p.is_dir() else p.name for p in PACKAGE.iterdir()}
-    faces = {"__init__.py", "__init__.pyi"}
-    assert set(named) == entries - faces - {"__pycache__/", "README.md", "py.typed", "docs/"}
-
-
 def messages() -> list[str]:
     """Every string of the package, with {} for what is put in."""
     strings = []
@@ -163,11 +138,3 @@ def test_messages_under_troubleshooting_are_real():
     assert len(quoted) > 20
     bad = [words for words in quoted if words not in known and words != "CUDA out of memory"]
     assert not bad, bad
-
-
-def test_nobody_is_sent_to_a_registry_for_this_package():
-    """It is on none; only the page about releases says how that changes."""
-    sent = re.compile(r"(pip|uv|conda)3? (\w+ )*install[^\n`]*moe[-_]qlora")
-    pages = [text_of(file) for file in DOCUMENTS if file.name != "RELEASING.md"]
-    assert not [text for text in messages() + pages if sent.search(text)]
-    assert sent.search("pip install -U moe-qlora")

@@ -8,18 +8,11 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-)
-from transformers.integrations import replace_with_bnb_linear
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
 
 from moe_qlora import quantize_experts
 from moe_qlora.errors import (
@@ -32,7 +25,6 @@ from moe_qlora.errors import (
 from moe_qlora.hf import fill
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.decoders import state_tensors
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
 
@@ -193,7 +185,7 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
         torch.testing.assert_close(plain(IDS).logits, logits)
         assert not (plain.is_quantized or plain.is_loaded_in_4bit or plain.is_loaded_in_8bit)
         assert not hasattr(plain.config, "quantization_config")
-        bound = {"dequantize", "add_adapter", "load_adapter", "named_modules"}
+        bound = {"dequantize", "load_adapter", "named_modules"}
         assert bound <= set(again.__dict__) and not bound & set(plain.__dict__)
     assert quantize_experts(model, config).quantized
     assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32
@@ -201,8 +193,6 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
 
 def test_none_means_the_models_own_config() -> None:
     model = tiny()
-    with pytest.raises(ConfigError, match="no quantization config"):
-        quantize_experts(model)
     model.config.quantization_config = nf4().to_dict()
     expected = packed_by_hand(model, CodecSettings("nf4", True))
     quantize_experts(model)
@@ -229,49 +219,75 @@ def test_skip_modules_follow_transformers(pattern: str, left: list[str]) -> None
     assert hasattr(model, "is_loaded_in_4bit") == (len(left) < 4)
 
 
-def test_a_pattern_that_matches_nothing_is_named() -> None:
+def linear_experts() -> nn.Module:
+    block: Any = nn.Module()
+    block.gate = nn.Linear(16, 4, bias=False)
+    block.experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(4)
+    )
+    return block
+
+
+def packed_model(**config: Any) -> Any:
+    model = tiny()
+    quantize_experts(model, nf4(**config))
+    return model
+
+
+def of_gptq() -> Any:
+    model = tiny()
+    model.quantization_method = "gptq"
+    return model
+
+
+INT8 = BitsAndBytesConfig(load_in_8bit=True)
+REFUSED: list[tuple[Any, Any, Any, str]] = [
+    (tiny, None, ConfigError, "no quantization config"),
+    (tiny, nf4(llm_int8_skip_modules=["*"]), ConfigError, r"'\*'"),
+    (tiny, SimpleNamespace(quant_method="gptq"), ConfigError, "'gptq'"),
+    (of_gptq, nf4(), ConfigError, "'gptq'"),
+    (linear_experts, nf4(), DetectionError, r"lists of Linear layers \(experts\)"),
+    (lambda: tiny(mlp_only_layers=[0, 1]), nf4(), DetectionError, "missing_ok"),
+    (lambda: packed_model(llm_int8_skip_modules=["down_proj"]), INT8, ConfigError, "4bit"),
+    (
+        packed_model, nf4(bnb_4bit_quant_type="fp4"), ConfigError,
+        f"{NAMES[0]} is packed as nf4 with double quantization, and .* fp4 with double",
+    ),
+    (packed_model, nf4(bnb_4bit_use_double_quant=False), ConfigError, "asks for nf4:"),
+    (packed_model, nf4(bnb_4bit_quant_storage="bfloat16"), ConfigError, "stored as bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "config", "error", "words"), REFUSED)
+def test_refusals_leave_the_model_as_it_is(make: Any, config: Any, error: Any, words: str) -> None:
+    model = make()
+    before = dict(model.named_parameters())
+    with pytest.raises(error, match=words):
+        quantize_experts(model, config)
+    assert all(before[name] is p for name, p in model.named_parameters())
+
+
+def test_missing_ok_and_what_is_no_conflict() -> None:
+    report = quantize_experts(linear_experts(), nf4(), missing_ok=True)
+    assert [found.name for found in report.linear_experts] == ["experts"]
+    assert "bitsandbytes packs itself" in str(report)
+    model = tiny(mlp_only_layers=[0, 1])
+    assert not quantize_experts(model, nf4(), missing_ok=True).rows
+    assert not hasattr(model, "is_loaded_in_4bit")
+    with pytest.raises(ConfigError):  # a broken config is an error all the same
+        quantize_experts(model, {}, missing_ok=True)
+    again = quantize_experts(packed_model(), nf4(bnb_4bit_compute_dtype=torch.float32))
+    assert len(again.already_quantized) == 4
     with pytest.warns(UserWarning, match="'layers.7.mlp'"):
         quantize_experts(tiny(), nf4(llm_int8_skip_modules=["layers.7.mlp", "lm_head"]))
-    with pytest.raises(ConfigError, match=r"'\*'"):
-        quantize_experts(tiny(), nf4(llm_int8_skip_modules=["*"]))
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"bnb_4bit_quant_type": "fp4"}, "fp4 with double"),
-        ({"bnb_4bit_use_double_quant": False}, "asks for nf4:"),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "nf4 with double quant.*stored as bfloat16"),
-    ],
-)
-def test_another_codec_than_that_of_packed_experts_is_a_conflict(
-    asked: dict[str, Any], words: str
-) -> None:
+def test_what_other_code_has_packed_is_refused() -> None:
     model = tiny()
-    quantize_experts(model, nf4())
-    before = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
-    with pytest.raises(ConfigError, match=words) as caught:
-        quantize_experts(model, nf4(**asked))
-    assert f"{NAMES[0]} is packed as nf4 with double quantization, and" in str(caught.value)
-    after = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
-    assert all(after[name] is before[name] for name in before)
-    # another compute dtype is no other codec
-    assert quantize_experts(model, nf4(bnb_4bit_compute_dtype=torch.float32)).already_quantized
-
-
-def test_steps_aside_for_what_is_packed_already_or_left_to_the_config() -> None:
-    model, config = tiny(), nf4()
-    config.target_parameters = ["0.mlp.experts.gate_up_proj"]
     experts = model.get_submodule("model.layers.0.mlp.experts")
     replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
-    original = experts.parametrizations.down_proj.original
-    report = quantize_experts(model, config)
-    assert [row.name for row in report.skipped] == NAMES[:1]
-    assert "target_parameters" in str(report)
-    assert [row.name for row in report.already_quantized] == [NAMES[1]]
-    assert "own helper" in report.already_quantized[0].reason
-    assert experts.parametrizations.down_proj.original is original
-    assert len(report.quantized) == 2
+    with pytest.raises(ConfigError, match=f"{NAMES[1]} is packed as fp4 by other code"):
+        quantize_experts(model, nf4())
 
 
 def test_tied_experts_are_packed_once_and_stay_tied() -> None:
@@ -361,44 +377,6 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
     assert_stacks(model, expected)
 
 
-def test_a_model_without_experts() -> None:
-    model = tiny(mlp_only_layers=[0, 1])
-    with pytest.raises(DetectionError, match="missing_ok"):
-        quantize_experts(model, nf4())
-    report = quantize_experts(model, nf4(), missing_ok=True)
-    assert not report.rows
-    assert not hasattr(model, "is_loaded_in_4bit")
-    # A broken config is an error all the same.
-    with pytest.raises(ConfigError):
-        quantize_experts(model, {}, missing_ok=True)
-
-
-def test_linear_experts_are_left_to_bitsandbytes() -> None:
-    block: Any = nn.Module()
-    block.gate = nn.Linear(16, 4, bias=False)
-    block.experts = nn.ModuleList(
-        nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(4)
-    )
-    with pytest.raises(DetectionError, match=r"lists of Linear layers \(experts\)"):
-        quantize_experts(block, nf4())
-    report = quantize_experts(block, nf4(), missing_ok=True)
-    assert [found.name for found in report.linear_experts] == ["experts"]
-    assert "bitsandbytes packs itself" in str(report)
-
-
-def test_refuses_to_mix_methods() -> None:
-    model = tiny()
-    quantize_experts(model, nf4(llm_int8_skip_modules=["down_proj"]))
-    with pytest.raises(ConfigError, match="4bit"):
-        quantize_experts(model, BitsAndBytesConfig(load_in_8bit=True))
-    other = tiny()
-    other.quantization_method = "gptq"
-    with pytest.raises(ConfigError, match="'gptq'"):
-        quantize_experts(other, nf4())
-    with pytest.raises(ConfigError, match="'gptq'"):
-        quantize_experts(tiny(), SimpleNamespace(quant_method="gptq"))
-
-
 def test_reports_classes_that_decode_a_layer_at_a_time_and_linear_routers() -> None:
     model = tiny_model("llama4_text", num_hidden_layers=1)
     report = quantize_experts(model, nf4())
@@ -415,46 +393,3 @@ def test_reports_classes_that_decode_a_layer_at_a_time_and_linear_routers() -> N
     assert "llm_int8_skip_modules" in str(report)
     report = quantize_experts(tiny(), nf4())
     assert not report.linear_routers and not report.slow_modules
-
-
-def test_footprint_counts_the_statistics_of_linear_layers_too() -> None:
-    model = tiny()
-    config = nf4()
-    loaded = replace_with_bnb_linear(model, ["lm_head", "gate"], config)
-    for module in loaded.modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            weight = torch.randn(module.out_features, module.in_features)
-            module.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
-            module.to("cpu")
-    stock = loaded.get_memory_footprint()
-    report = quantize_experts(loaded, config)
-    linears = [m.weight.quant_state for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    stats = sum(tensor.nbytes for state in linears for tensor in state_tensors(state))
-    assert stats
-    saved = report.bytes_before - report.bytes_after
-    assert loaded.get_memory_footprint() == stock - saved + stats
-    logits = loaded(IDS).logits
-    loaded.dequantize()
-    assert not [m for m in loaded.modules() if isinstance(m, bnb.nn.Linear4bit)]
-    torch.testing.assert_close(loaded(IDS).logits, logits, rtol=0.05, atol=0.05)
-
-
-def test_a_failure_on_a_tied_stacks_second_module_undoes_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = tiny()
-    first, second = (layer.mlp.experts for layer in model.model.layers)
-    second.gate_up_proj = weight = first.gate_up_proj
-    order, real = list(first._parameters), parametrize.attach
-
-    def failing(module: nn.Module, name: str, stack: Any) -> None:
-        if module is second:
-            raise torch.OutOfMemoryError("no memory left")
-        real(module, name, stack)
-
-    monkeypatch.setattr(parametrize, "attach", failing)
-    with pytest.raises(QuantizationError, match="Packed: none"):
-        quantize_experts(model, nf4())
-    assert first.gate_up_proj is second.gate_up_proj is weight
-    assert sorted(first._parameters) == sorted(order)
-    assert not packed(model)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from moe_qlora import registry
 from moe_qlora.errors import CheckpointError
-
-FOLDER = Path(__file__).parents[2] / "model_registry"
-
-
-def test_types_are_the_files():
-    assert registry.model_types() == tuple(sorted(path.stem for path in FOLDER.glob("*.json")))
 
 
 def test_each_file_loads():

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,20 +129,15 @@ def generate(*args, **kwargs): pass
 def test_no_code_of_a_checkpoint_runs(called, folder, name, monkeypatch):
     """The model type is one that transformers knows, so that nothing needs the code."""
     marker = folder / "marker"
-    for part in ("source", "adapter"):
+    for part in ("source", "adapter", "packed"):
         arm(folder / part, marker)
-    arm_packed(folder / "packed", marker)
+    for file in (folder / "packed").glob("*.bin"):
+        file.unlink()
     monkeypatch.syspath_prepend(folder / "adapter")  # where parent_library would be found
     code, _, err = called(name)
     assert not marker.exists()
     # A packed folder's config.json is no other than the one that was written.
     assert (code, err) == (0, "") or name.startswith("verify ")
-
-
-def arm_packed(path: Path, marker: Path) -> None:
-    arm(path, marker)
-    for file in path.glob("*.bin"):
-        file.unlink()
 
 
 @pytest.mark.parametrize("name", ["dump", "plan", "quantize", "verify", "merge"])
@@ -164,16 +157,12 @@ def test_pickles_are_never_read(called, folder, name):
     expected = {"dump": 0, "plan": 0, "verify": 1}.get(name, 2)
     assert code == expected
     assert ("a pickle, which is never read" in err) is (expected > 0)
-
-
-def test_a_pickled_adapter_is_never_read(called, folder):
-    marker = folder / "marker"
-    arm(folder / "adapter", marker)
-    (folder / "adapter/adapter_model.safetensors").unlink()
-    code, _, err = called("merge")
-    assert not marker.exists()
-    assert code == 2
-    assert "a pickle, which is never read" in err
+    if name == "merge":  # nor is an adapter's
+        shutil.copytree(folder / "packed", folder / "source", dirs_exist_ok=True)
+        arm(folder / "adapter", marker)
+        (folder / "adapter/adapter_model.safetensors").unlink()
+        code, _, err = called("merge packed")
+        assert (code, marker.exists()) == (2, False) and "a pickle, which is never read" in err
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "_experts_implementation"])
@@ -200,13 +189,10 @@ def test_no_kernel_of_the_hub_is_asked_for(called, folder, key, monkeypatch):
 DEEP = "[" * 100_000 + "]" * 100_000
 WHOLE = {
     "deep": '{"model_type": "qwen3_moe", "a": ' + DEEP + "}",
-    "as deep as Python reads": '{"model_type": "qwen3_moe", "a": ' + "[" * 500 + "]" * 500 + "}",
-    "digits": '{"model_type": "qwen3_moe", "num_experts": ' + "9" * 5000 + "}",
     "fewer digits": '{"model_type": "qwen3_moe", "r": ' + "9" * 400 + "}",
     "twice": '{"model_type": "qwen3_moe", "model_type": "x"}',
     "half a character": '{"model_type": "\\ud800"}',
     "empty": "",
-    "null": "null",
     "no object": "[1]",
     "no text": b"\xff\xfe{",
 }
@@ -248,23 +234,28 @@ def test_a_file_that_is_too_long_is_not_read(called, folder):
         assert "is longer than" in result[2]
 
 
-@pytest.mark.parametrize("field", ["rank_pattern", "target_parameters"])
-def test_a_pattern_that_is_none_is_one_sentence(called, folder, field):
-    set_json(
-        folder / "adapter/adapter_config.json", **{field: {"[": 4} if "rank" in field else "["}
-    )
-    result = called("merge")
-    check_refused(result)
-    assert field in result[2]
-    assert "no regular expression" in result[2]
+REFUSED = {
+    "no regular expression": ("adapter_config.json", {"rank_pattern": {"[": 4}}),
+    "rank_pattern": ("adapter_config.json", {"rank_pattern": {"[": 4}}),
+    "target_parameters": ("adapter_config.json", {"target_parameters": "["}),
+    "model.layers.1.": ("moe_qlora_adapter.json", {"base": None}),  # of more layers than the base
+    "base.bits.": ("moe_qlora_adapter.json", {}),
+}
 
 
-def test_an_adapter_on_a_layer_that_the_model_leaves_out_is_refused(called, folder):
-    set_json(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
-    set_json(folder / "adapter/moe_qlora_adapter.json", base=None)  # of the model with both layers
+@pytest.mark.parametrize("words", REFUSED)
+def test_adapter_files_that_no_one_wrote_are_one_sentence(called, folder, words):
+    name, changes = REFUSED[words]
+    file = folder / "adapter" / name
+    if words == "model.layers.1.":
+        set_json(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
+    if words == "base.bits.":
+        note = json.loads(file.read_text())
+        changes = {"base": {**note["base"], "bits": dict.fromkeys(note["base"]["bits"], "0x1")}}
+    set_json(file, **changes)
     result = called("merge")
     check_refused(result)
-    assert "model.layers.1." in result[2]
+    assert words in result[2]
 
 
 @pytest.mark.parametrize("name", ["README.md", "moe_qlora_adapter.json"])
@@ -278,27 +269,6 @@ def test_links_out_of_an_adapter_folder_are_not_followed(folder, name):
             folder / "adapter", folder / "out", base=folder / "source", target="peft"
         )
     assert not (folder / "out").exists()
-
-
-@pytest.mark.parametrize("bits", ["z" * 64, "", "0x1", 5])
-def test_a_note_whose_bits_are_none_is_one_sentence(called, folder, bits):
-    file = folder / "adapter/moe_qlora_adapter.json"
-    note = json.loads(file.read_text())
-    name = next(iter(note["base"]["bits"]))
-    note["base"]["bits"][name] = bits
-    file.write_text(json.dumps(note))
-    result = called("merge")
-    check_refused(result)
-    assert f"base.bits.{name} is {bits!r}" in result[2]
-
-
-def test_a_card_and_targets_that_no_one_wrote_are_exported(folder):
-    (folder / "adapter/README.md").write_bytes(b"\xff\xfe caf\xe9")
-    set_json(folder / "adapter/adapter_config.json", target_modules=5)
-    moe_qlora.export_adapter(
-        folder / "adapter", folder / "out", base=folder / "source", target="peft"
-    )
-    assert (folder / "out/README.md").read_bytes() == b"\xff\xfe caf\xe9"
 
 
 # Names
@@ -322,85 +292,30 @@ def test_visible():
     assert visible(plain) == plain
 
 
-def test_names_in_verify_reach_no_terminal(cli, folder, tmp_path):
-    """Names of tensors, of files, of the folder: on stderr, and in JSON."""
-    path = tmp_path / f"f{EVIL}"
-    path.mkdir()
-    key = f"model.{EVIL}[red]:fire:[/]"
-    broken = torch.full((2, 2), float("nan"))
-    save_file({key: broken, "x": torch.ones(2)}, path / "model.safetensors", {"format": "pt"})
-    save_file({"y": torch.ones(2)}, path / f"{EVIL}.safetensors")
-    code, out, err = cli("verify", path)
-    assert code == 1
-    assert f"{SEEN}[red]:fire:[/] holds NaN" in err
-    assert f"{SEEN}.safetensors is in no index" in err
-    check_clean(out, err)
-    code, out, err = cli("verify", path, "--json")
-    check_clean(out, err)
-    assert f"{SEEN}[red]:fire:[/] holds NaN" in json.loads(out)["problems"][0]
-    assert json.loads(out)["folder"] == str(path)
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_values_of_a_configuration_reach_no_terminal(cli, folder, always):
-    file = folder / "source/config.json"
-    color = ["--color", "always"] if always else []
-    set_json(file, quantization_config={"quant_method": EVIL})
-    for name, *arguments in (("dump",), ("dump", "--why"), ("plan", "--seq", "64")):
-        code, out, err = cli(name, folder / "source", *arguments, *color)
-        assert code == 0
-        assert SEEN in out
-        # rich's own colours are all that is left
-        left = out if not always else out.replace("\x1b[0m", "")
-        assert ("\x1b[33m" in left) is always
-        check_clean("" if always else out, err)
-        assert "\x1b]" not in out
-        assert "\x1b[2J" not in out
-    check_clean(*cli("quantize", folder / "source", folder / "out")[1:])
-    check_clean(*cli("merge", folder / "source", folder / "adapter", folder / "out")[1:])
-    set_json(file, quantization_config=None, model_type=EVIL)
-    check_clean(*cli("dump", folder / "source")[1:])
-
-
-def test_names_of_files_reach_no_terminal(called, cli, folder):
-    index = folder / "source/model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["weight_map"][EVIL] = next(iter(content["weight_map"].values()))
-    content["weight_map"]["other"] = EVIL
-    index.write_text(json.dumps(content))
-    for name in ("quantize", "merge", "verify"):
-        code, out, err = called(name)
-        assert code in (1, 2)
-        check_clean(out, err)
-    # Nor do arguments, which a shell may have made of names: printed here by click.
-    for arguments in (["verify", "a", EVIL], [EVIL], ["dump", "a", "--quant", EVIL]):
-        code, out, err = cli(*arguments)
-        assert code == 2
-        check_clean(out, err)
-
-
-def test_names_of_folders_reach_no_terminal(cli, folder):
+def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder):
     source = folder / f"s{EVIL}"
     (folder / "source").rename(source)
-    packed, out_folder = folder / f"p{EVIL}", folder / f"o{EVIL}"
+    index = source / "model.safetensors.index.json"
+    set_json(source / "config.json", quantization_config={"quant_method": EVIL})
+    for name, *more in (("dump", "--why"), ("plan", "--seq", "64"), ("quantize", folder / "new")):
+        code, out, err = cli(name, source, *more)
+        assert "\\u001b" in out + err
+        check_clean(out, err)
+    code, out, err = cli("dump", source, "--color", "always")
+    assert SEEN in out and "\x1b[33m" in out and not {"\x1b]", "\x1b[2J"} & {*out.split(";")}
+    set_json(source / "config.json", quantization_config=None)
+    content = json.loads(index.read_text())
+    content["weight_map"] |= {EVIL: next(iter(content["weight_map"].values())), "other": EVIL}
+    index.write_text(json.dumps(content))
+    save_file({f"{EVIL}[red]": torch.full((2, 2), float("nan"))}, source / f"{EVIL}.safetensors")
     for arguments in (
-        ["dump", source],
-        ["plan", source, "--seq", "64"],
-        ["quantize", source, packed],
-        ["verify", packed],
-        ["verify", packed, "--against", source],
-        ["merge", source, folder / "adapter", out_folder],
-    ):
+        ["verify", source], ["verify", source, "--json"], ["quantize", source, folder / "other"],
+        ["merge", source, folder / "adapter", folder / f"o{EVIL}"],
+        ["verify", "a", EVIL], [EVIL], ["dump", "a", "--quant", EVIL],
+    ):  # fmt: skip
         code, out, err = cli(*arguments)
-        assert code == 0, err
+        assert code in (1, 2)
         check_clean(out, err)
-        assert "\\u001b" in out
-    foreign = source.rename(folder / os.fsdecode(b"\xff"))  # no UTF-8: safetensors opens none
-    for name, expected in (("dump", 0), ("verify", 1)):
-        code, out, err = cli(name, foreign)
-        assert code == expected
-        check_clean(out, err)
-        assert "\\udcff" in out + err
 
 
 def test_lists_to_paste_are_what_they_say():
@@ -427,20 +342,3 @@ def test_bars_show_names(monkeypatch, capsys):
         assert "\x1b]" not in text
         assert "\x1b[2J" not in text
     assert f"{SEEN}[/][red]" in err
-
-
-def test_warnings_and_bars_of_others_are_filtered():
-    code = f"""
-import sys, warnings
-from moe_qlora.cli.app import run
-__name__ = "moe_qlora.somewhere"  # warnings of other packages are not shown at all
-def program(**_):
-    warnings.warn({EVIL!r})
-    sys.stdout.write("\\rbar \\x1b[A")
-    sys.stderr.writelines([{EVIL!r}])
-run(program)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert done.stderr.count(SEEN.encode()) == 2
-    assert b"\x1b" not in done.stdout + done.stderr
-    assert done.stdout.startswith(b"\rbar ")

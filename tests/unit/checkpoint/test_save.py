@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import training
-from folders import bits, check_folder, contents
+from folders import bits, check_folder, contents, set_json
 from torch import nn
 from training import NF4, SETTINGS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -56,17 +56,6 @@ def manifest_of(folder: Path) -> Manifest:
     return manifest
 
 
-def edit_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    return config
-
-
-def names(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "linears"),
     [("gpt_oss", "int8", False)]
@@ -95,10 +84,13 @@ def test_a_reload_is_bit_equal(tmp_path, family, kind, linears):
     again.save_pretrained(tmp_path / "link", max_shard_size="65KB")
     one, other = manifest_of(tmp_path / "twice"), manifest_of(tmp_path / "link")
     assert one.id == other.id and not set(one.shards) & set(other.shards)
-    assert set(other.shards) < names(tmp_path / "saved") and (tmp_path / "link").is_symlink()
+    assert (
+        set(other.shards) < contents(tmp_path / "saved").keys() and (tmp_path / "link").is_symlink()
+    )
     if linears:
-        skips = {"llm_int8_skip_modules": ["q_proj"]}
-        edit_config(tmp_path / "twice", lambda config: config["quantization_config"].update(skips))
+        config = json.loads((tmp_path / "twice" / "config.json").read_text())
+        config["quantization_config"]["llm_int8_skip_modules"] = ["q_proj"]
+        set_json(tmp_path / "twice" / "config.json", **config)
         with pytest.raises(CheckpointError, match=r"q_proj\.weight is packed, and neither config"):
             reload(tmp_path / "twice")
 
@@ -121,39 +113,30 @@ def test_a_folder_loaded_in_another_dtype_is_as_one_packed_in_it(tmp_path, famil
         assert torch.equal(model(**inputs).logits, wanted(**inputs).logits)
 
 
-def test_tied_stacks_come_back(tmp_path):
-    model = loaded(tmp_path, "nf4", "diffusion_gemma")
+@pytest.mark.parametrize("tied", ["experts", "head", ""])
+def test_tied_weights_are_saved_once_and_tied_again(tmp_path, tied):
+    if tied == "experts":
+        model = loaded(tmp_path, "nf4", "diffusion_gemma")
+    else:
+        model = packed(tie_word_embeddings=bool(tied))
     model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
-    again = reload(tmp_path / "saved", type(model))
+    again, saved = reload(tmp_path / "saved", type(model)), check_folder(tmp_path / "saved")
     assert bits(again) == bits(model)
     assert again.get_memory_footprint() == model.get_memory_footprint()  # of tied weights once
-    saved = check_folder(tmp_path / "saved")
     aliases = {alias for entry in saved.experts.values() for alias in entry.aliases}
-    assert aliases and not aliases & set(saved.tensors)
+    assert bool(aliases) is (tied == "experts") and not aliases & set(saved.tensors)
+    if tied != "experts":
+        assert ("lm_head.weight" in saved.tensors) is not bool(tied)
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) is bool(tied)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_weight_is_saved_once_and_tied_again(tmp_path, tied):
-    model = packed(tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path)
-    assert ("lm_head.weight" in check_folder(tmp_path).tensors) is not tied
-    again = reload(tmp_path)
-    assert bits(again) == bits(model)
-    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
-
-
-def test_a_base_model_is_read_from_the_folder_of_the_whole(tmp_path):
+def test_a_base_model_is_read_from_the_folder_of_the_whole_and_stock_says_how(tmp_path):
     model = packed()
     model.save_pretrained(tmp_path)
     base = reload(tmp_path, type(model.model))
     assert type(base) is type(model.model)
     want = {k.removeprefix("model."): v for k, v in bits(model).items() if k.startswith("model.")}
     assert bits(base) == want
-
-
-def test_stock_transformers_quotes_what_to_do(tmp_path):
-    model = packed()
-    model.save_pretrained(tmp_path)
     for cls in (AutoModelForCausalLM, type(model)):
         with pytest.raises(ValueError, match=r"inside `with moe_qlora\.enabled\(\):`"):
             cls.from_pretrained(tmp_path)
@@ -164,12 +147,11 @@ def test_a_save_changes_nothing_of_the_model(tmp_path, monkeypatch):
     model._keys_to_ignore_on_save = ["model.norm.weight"]  # what the class does not save
     model.model.embed_tokens.float()  # the first parameter, whose dtype is `model.dtype`
     assert model.dtype == torch.float32
-    settings = model.config.quantization_config.to_dict()
-    quantizer, methods = dict(model.hf_quantizer.__dict__), set(model.__dict__)
+    held = [model.config.quantization_config.to_dict(), dict(vars(model.hf_quantizer))]
+    methods = set(vars(model))
     model.save_pretrained(tmp_path)
-    assert model.config.quantization_config.to_dict() == settings
-    assert model.hf_quantizer.__dict__ == quantizer
-    assert set(model.__dict__) == methods
+    assert [model.config.quantization_config.to_dict(), vars(model.hf_quantizer)] == held
+    assert set(vars(model)) == methods
     assert not {"moe_qlora", "transformers_weights"} & vars(model.config).keys()
     saved = json.loads((tmp_path / "config.json").read_text())
     linears = [n for n, m in model.named_modules() if type(m) is nn.Linear]
@@ -233,24 +215,20 @@ def test_a_state_dict_is_saved_in_the_place_of_the_models_own(tmp_path):
     assert bits(reload(tmp_path)) == bits(plain)
 
 
-@pytest.mark.parametrize("end", [".absmax", ""])
-def test_a_state_dict_that_lacks_part_of_a_stack_is_refused(tmp_path, end):
-    model = packed()
-    state = model.state_dict()
-    del state[key := next(key for key in state if key.endswith(f"gate_up_proj{end}"))]
-    with pytest.raises(CheckpointError, match=rf"state dict to save lacks {re.escape(key)}\."):
-        model.save_pretrained(tmp_path / "saved", state_dict=state)
-    assert list(tmp_path.iterdir()) == []
-
-
 def adapter(model: Any) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+    training.adapted(model, ["q_proj"])
 
 
 def on_meta(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
+
+
+def lacking(end: str) -> Callable[[Any], dict[str, Any]]:
+    def change(model: Any) -> dict[str, Any]:
+        state = model.state_dict()
+        return {"state_dict": {k: v for k, v in state.items() if not k.endswith(end)}}
+
+    return change
 
 
 REFUSED: list[tuple[str, dict[str, Any], Any, type[Exception], str]] = [
@@ -260,6 +238,8 @@ REFUSED: list[tuple[str, dict[str, Any], Any, type[Exception], str]] = [
     ("file", {}, None, CheckpointError, "is no empty folder"),
     ("file/under", {}, None, CheckpointError, "cannot be written"),
     ("saved", {}, on_meta, CheckpointError, r"lm_head\.weight is no tensor, or on the meta"),
+    ("saved", {}, lacking("gate_up_proj"), CheckpointError, r"to save lacks .*gate_up_proj\."),
+    ("saved", {}, lacking("up_proj.absmax"), CheckpointError, r"to save lacks .*proj\.absmax\."),
     ("saved", {}, adapter, AdapterError, "adapters of PEFT"),
 ]
 
@@ -268,22 +248,21 @@ REFUSED: list[tuple[str, dict[str, Any], Any, type[Exception], str]] = [
 def test_what_cannot_be_saved_is_named(tmp_path, place, options, change, error, words):
     model = packed()
     (tmp_path / "file").write_text("")
-    if change is not None:
-        change(model)
+    options = {**options, **(change(model) or {} if change else {})}
     with pytest.raises(error, match=words):
         model.save_pretrained(tmp_path / place, **options)
-    assert names(tmp_path) == {"file"}
+    assert contents(tmp_path).keys() == {"file"}
 
 
-@pytest.mark.parametrize("damage", ["config", "stock"])
+@pytest.mark.parametrize("damage", ["config.json is not the one", "does not say so"])
 def test_damage_is_refused_whatever_is_asked(tmp_path, damage):
     packed().save_pretrained(tmp_path)
-    if damage == "config":
-        edit_config(tmp_path, lambda config: config.update(moe_intermediate_size=8))
+    config = json.loads((tmp_path / "config.json").read_text())
+    if damage.startswith("config"):
+        config["moe_intermediate_size"] = 8
     else:  # as stock transformers would write it
-        own = ("moe_qlora", "transformers_weights")
-        edit_config(tmp_path, lambda config: [config.pop(key) for key in own])
+        del config["moe_qlora"], config["transformers_weights"]
         next(iter(tmp_path.glob("*.safetensors"))).rename(tmp_path / "model.safetensors")
-    said = {"config": "config.json is not the one", "stock": "does not say so"}
-    with pytest.raises(CheckpointError, match=said[damage]):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=damage):
         reload(tmp_path, ignore_mismatched_sizes=True)

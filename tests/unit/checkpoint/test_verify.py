@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import training
-from folders import contents
+from folders import contents, set_json
 from safetensors.torch import load_file, save_file
 from training import SETTINGS as KINDS
 from training import loaded
@@ -43,19 +43,18 @@ def folders(tmp_path: Path, kind: str, family: str = "qwen3_moe") -> tuple[Any, 
     return model, tmp_path / "packed", tmp_path / "source"
 
 
-def small() -> Any:
-    return training.packed(dtype=torch.bfloat16, num_hidden_layers=1)
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory):
+    return folders(tmp_path_factory.mktemp("nf4"), "nf4")
 
 
 def check_damaged(result: tuple[int, str, str], *parts: str) -> None:
     code, _, err = result
-    assert code == 1
     lines = err.splitlines()
-    assert any(line.startswith("damaged: ") for line in lines)
+    assert code == 1 and any(line.startswith("damaged: ") for line in lines)
     assert all(line.startswith(("damaged: ", "warning: ")) for line in lines)
     assert len(set(lines)) == len(lines)
-    for part in parts:
-        assert part in err
+    assert all(part in err for part in parts), err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,9 +62,7 @@ def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
     model, folder, _ = folders(tmp_path, kind)
     before = contents(folder)
     code, out, err = cli(folder)
-    assert (code, err) == (0, "")
-    assert "is whole" in out
-    assert "warning:" not in out
+    assert (code, err) == (0, "") and "is whole" in out and "warning:" not in out
     found = json.loads(cli(folder, "--json")[1])
     assert (found["good"], found["problems"], found["warnings"]) == (True, [], [])
     assert found["kind"] == KINDS[kind].get("bnb_4bit_quant_type", "int8")
@@ -78,24 +75,25 @@ def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
     assert contents(folder) == before
 
 
-def test_what_changed_in_config_json_is_named(cli, tmp_path):
-    small().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+def test_what_changed_in_config_json_and_what_was_left_is_named(cli, nf4, tmp_path):
+    folder = tmp_path / "packed"
+    shutil.copytree(nf4[1], folder)
+    names = ["model-0123abcd-00001-of-00001.safetensors", "model.safetensors"]
+    for name in (*names, "training_args.bin", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"")
+    (folder / ".moe_qlora.partial").mkdir()
+    code, out, err = cli(folder)
+    assert code == 0 and "warning:" not in out
+    for name, line in zip([*sorted(names), ".partial"], err.splitlines(), strict=True):
+        assert line.startswith("warning: ") and name in line
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["load_in_4bit"] = False
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    set_json(folder / "config.json", **config | {"num_experts_per_tok": 1})
     changed = "it changed in num_experts_per_tok, quantization_config"
-    check_damaged(cli(tmp_path), "config.json", changed)
+    check_damaged(cli(folder), "config.json", changed)
 
 
 RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
-
-
-def forged(model: Any, folder: Path, end: str, change: Any) -> str:
-    """Save a model with a changed tensor; return its name, without what belongs to it."""
-    state = model.state_dict()
-    key = next(key for key in state if key.endswith(end))
-    model.save_pretrained(folder, state_dict=state | {key: change(state[key])})
-    return key.partition(".quant_state")[0].rpartition(".")[0]
 
 
 def saying(**changes: object) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -120,44 +118,24 @@ FORGED = {
 }
 
 
-@pytest.fixture(scope="module")
-def packed_model(tmp_path_factory):
-    return folders(tmp_path_factory.mktemp("nf4"), "nf4")[0]
-
-
 @pytest.mark.parametrize("case", FORGED)
-def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
-    cli, tmp_path, packed_model, case
-):
+def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(cli, tmp_path, nf4, case):
     end, change, part = FORGED[case]
-    name = forged(packed_model, tmp_path, end, change)
+    state = nf4[0].state_dict()
+    key = next(key for key in state if key.endswith(end))
+    nf4[0].save_pretrained(tmp_path, state_dict=state | {key: change(state[key])})
     if part:  # which is seen without the model
-        check_damaged(cli(tmp_path), part, name)
+        check_damaged(cli(tmp_path), part, key.partition(".quant_state")[0])
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_leftovers_are_warnings(cli, tmp_path):
-    folder = tmp_path / "packed"
-    small().save_pretrained(folder)
-    names = ["model-0123abcd-00001-of-00001.safetensors", "model.safetensors"]
-    for name in (*names, "training_args.bin", "adapter_model.safetensors"):
-        (folder / name).write_bytes(b"")
-    (folder / ".moe_qlora.partial").mkdir()
-    code, out, err = cli(folder)
-    assert code == 0 and "warning:" not in out
-    for name, line in zip([*sorted(names), ".partial"], err.splitlines(), strict=True):
-        assert line.startswith("warning: ") and name in line
 
 
 def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size="50KB")
     report = verify(tmp_path)
-    assert report.good
-    assert (report.kind, report.experts, report.warnings) == ("plain", 0, ())
-    assert report.files > 2
-    assert cli(tmp_path)[0] == 0
+    assert (report.good, report.kind, report.experts) == (True, "plain", 0)
+    assert report.files > 2 and not report.warnings
     save_file({"x": torch.ones(1)}, tmp_path / "stray.safetensors")
     assert "stray.safetensors" in verify(tmp_path).warnings[0]
 
@@ -178,32 +156,38 @@ def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
 
 def test_bounds_may_be_infinite_and_weights_may_not(tmp_path):
     bounds = {"low": torch.tensor(-torch.inf), "high": torch.full((3,), torch.inf)}
-    save_file(bounds, tmp_path / "model.safetensors")
+    file = tmp_path / "model.safetensors"
+    save_file(bounds, file)
     assert verify(tmp_path).good
-    save_file(bounds | {"w": torch.full((3, 1), torch.inf)}, tmp_path / "model.safetensors")
-    assert "w holds NaN or inf" in verify(tmp_path).problems[0]
-    save_file(bounds | {"b": torch.tensor([torch.nan])}, tmp_path / "model.safetensors")
-    assert "b holds NaN or inf" in verify(tmp_path).problems[0]
+    for name, wrong in (("w", torch.full((3, 1), torch.inf)), ("b", torch.tensor([torch.nan]))):
+        save_file(bounds | {name: wrong}, file)
+        assert f"{name} holds NaN or inf" in verify(tmp_path).problems[0]
 
 
-def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "file").write_text("")
+def test_bad_input_is_one_sentence(cli, nf4, tmp_path):
+    _, packed, source = nf4
+    for name in ("empty", "plain"):
+        (tmp_path / name).mkdir()
     save_file({"x": torch.ones(1)}, tmp_path / "plain" / "model.safetensors")
-    small().save_pretrained(tmp_path / "packed")
+    tiny_model("qwen3_moe", moe_intermediate_size=80).save_pretrained(tmp_path / "wide")
+    tiny_model("gpt_oss").save_pretrained(tmp_path / "other")
+    shutil.copytree(source, tmp_path / "cut")
+    for file in (tmp_path / "cut").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
     for arguments, part in (
-        ((tmp_path / "missing",), "is no folder"),
-        ((tmp_path / "file",), "is no folder"),
-        ((tmp_path / "empty",), "holds no checkpoint"),
-        ((tmp_path / "plain", "--against", tmp_path / "plain"), "not packed by moe_qlora"),
-        ((tmp_path / "packed", "--against", tmp_path / "packed"), "name the 16-bit checkpoint"),
-        ((tmp_path / "packed", "--against", tmp_path / "missing"), "is no folder"),
+        (("missing",), "is no folder"),
+        (("plain/model.safetensors",), "is no folder"),
+        (("empty",), "holds no checkpoint"),
+        (("plain", "--against", "plain"), "not packed by moe_qlora"),
+        ((packed, "--against", packed), "name the 16-bit checkpoint"),
+        ((packed, "--against", "missing"), "is no folder"),
+        ((packed, "--against", "wide"), "of another model"),
+        ((packed, "--against", "other"), "of another model"),
+        ((packed, "--against", "cut"), "download incomplete"),
     ):
-        code, _, err = cli(*arguments)
-        assert code == 2, arguments
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
+        here = [one if one == "--against" else tmp_path / one for one in arguments]
+        code, _, err = cli(*here)
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, arguments
         assert part in err
 
 
@@ -246,16 +230,3 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
             assert found[name].relative == pytest.approx(want, rel=1e-5)
     names = [type(module).__name__ for module in model.modules()]
     assert seen and len(layers) == names.count("Linear4bit") + names.count("Linear8bitLt")
-
-
-def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
-    _, folder, source = folders(tmp_path, "nf4")
-    tiny_model("qwen3_moe", moe_intermediate_size=80).save_pretrained(tmp_path / "wide")
-    tiny_model("gpt_oss").save_pretrained(tmp_path / "other")
-    for name in ("wide", "other"):
-        code, _, err = cli(folder, "--against", tmp_path / name)
-        assert code == 2, err
-        assert "of another model" in err
-    for file in source.glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-1])
-    assert cli(folder, "--against", source)[0] == 2

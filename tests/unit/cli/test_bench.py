@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from moe_qlora.models import named
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_config
 
@@ -83,12 +82,3 @@ def test_wrong_arguments_are_one_sentence(cli, folder, arguments, message):
         pytest.skip("there is a CUDA device")
     code, out, err = cli("bench", folder, *SHORT, *arguments)
     assert (code, out) == (2, "") and message in err.splitlines()[-1]
-
-
-def test_layers_are_cut_with_their_lists():
-    config = tiny_config("gpt_oss")
-    source = bench.shortened(named.resolve(config), 1)
-    assert source.config.num_hidden_layers == 1 and len(source.config.layer_types) == 1
-    assert config.num_hidden_layers == 2 and source.config.dtype == torch.bfloat16
-    nested = bench.shortened(named.resolve(tiny_config("qwen3_vl_moe")), 1)
-    assert nested.config.get_text_config().num_hidden_layers == 1

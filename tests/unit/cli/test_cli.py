@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 import yaml
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import moe_qlora
 from moe_qlora.cli.app import app
@@ -66,14 +65,6 @@ def test_json(cli, folder):
     }
 
 
-def test_lists_are_those_of_the_packed_model(cli, folder):
-    found = dumped(cli, folder)
-    model = AutoModelForCausalLM.from_config(tiny(), dtype=torch.bfloat16)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    assert sorted(found["exclude_modules"]) == sorted(moe_qlora.exclude_modules(model))
-    assert sorted(found["target_parameters"]) == sorted(moe_qlora.target_parameters(model))
-
-
 def test_python_has_full_names_and_yaml_suffixes(cli, folder):
     """PEFT takes a suffix for each name that ends with it: here for those of the other list."""
     found = dumped(cli, folder)
@@ -95,21 +86,6 @@ def test_no_command_trusts_remote_code_or_takes_another_base_unless_told():
     flags = {(option.name, option.default) for command in commands for option in command.params}
     asked = {flag for flag in flags if flag[0] in ("trust_remote_code", "any_base")}
     assert asked == {("trust_remote_code", False), ("any_base", False)}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "double"),
-    [
-        (("--quant", "fp4"), "fp4", True),
-        (("--no-double-quant",), "nf4", False),
-        (("--quant", "int8"), "int8", False),
-    ],
-)
-def test_settings_of_the_caller(cli, folder, arguments, kind, double):
-    found = dumped(cli, folder, *arguments)
-    assert found["quantization"] == {"kind": kind, "double_quant": double}
-    expected = sum(2 * packed_nbytes(s, CodecSettings(kind, double)) for s in (GATE_UP, DOWN))
-    assert found["totals"]["packed_nbytes"] == expected
 
 
 def test_skip_modules(cli, folder):

@@ -23,7 +23,7 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
     with render.streams():
         for module in ("moe_qlora.lora.somewhere", "torch.somewhere"):
             warnings.warn_explicit(f"of {module}\nin two lines", UserWarning, "file", 1, module)
-        logging.getLogger("bitsandbytes.backends").warning("Failed to load %s", "gemm_4bit")
+        logging.getLogger("bitsandbytes.backends").warning("Failed to load CPU gemm_4bit_forward")
         logging.getLogger("peft.x").error("broken")
         logging.getLogger("moe_qlora.hf").warning("slow")
         logging.getLogger("moe_qlora.hf").info("quick")
@@ -62,21 +62,6 @@ def test_what_nobody_reads_is_no_problem_that_was_found(monkeypatch, arguments):
     assert stop.value.code == 141
 
 
-@pytest.mark.parametrize(
-    ("closed", "arguments", "code"),
-    [
-        (">&-", ["--version"], 0),
-        ("2>&-", ["plan"], 2),
-        (">&- 2>&-", ["plan", "--help"], 0),
-    ],
-)
-def test_streams_that_are_closed(closed, arguments, code):
-    command = ["bash", "-c", f'exec "$@" {closed}', "bash", *PROGRAM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert ("moe-qlora" in done.stdout) == (closed == "2>&-" and code == 0)
-
-
 def test_an_interrupted_command_leaves_nothing(cli, tmp_path, monkeypatch):
     from moe_qlora.checkpoint.folder import ShardWriter
 
@@ -93,7 +78,7 @@ def test_an_interrupted_command_leaves_nothing(cli, tmp_path, monkeypatch):
     source, out = tmp_path / "model", tmp_path / "out"
     code, said, err = cli("quantize", source, out)
     assert (code, said) == (130, "")
-    assert err == "interrupted: nothing is left half written.\n"
+    assert err == "interrupted: nothing new stays on disk, and what was there is unchanged.\n"
     assert sorted(tmp_path.rglob("*")) == before
 
 

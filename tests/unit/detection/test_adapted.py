@@ -26,9 +26,7 @@ def facts(model: nn.Module) -> Any:
     ("model_type", "sizes"),
     [
         ("zaya", {}),
-        ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 32}),
         ("gpt_oss", {"hidden_size": 64, "intermediate_size": 64}),
-        ("llama4_text", {"hidden_size": 64, "intermediate_size": 32}),
         ("dbrx", {}),
         ("jetmoe", {"kv_channels": 32}),
         ("inkling_text", {}),

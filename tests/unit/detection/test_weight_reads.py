@@ -70,14 +70,6 @@ def test_what_a_forward_reads(owner: type[Pair]) -> None:
     assert weights_read(nn.Sequential(owner(), Pair())) == READS.get(owner, {})
 
 
-def test_a_forward_of_one_instance() -> None:
-    pair: Any = Pair()
-    pair.forward = functools.partial(Reads.forward, pair)
-    assert weights_read(pair) == {}  # nothing is known of it
-    pair.forward = Reads.forward.__get__(pair)
-    assert weights_read(pair) == {"outer": "Pair"}
-
-
 def test_names_are_the_same_below_adapters() -> None:
     model: Any = nn.Sequential(Reads())
     expected = weights_read(model)

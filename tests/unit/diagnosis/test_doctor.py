@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,10 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 import moe_qlora
 from moe_qlora.diagnosis import doctor
 from moe_qlora.diagnosis.doctor import Device, LayerKind, Package
-from moe_qlora.experts.backend import choose_backend, kernels_run, read_call
+from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.kernels.cards import Card, of_capability
-from moe_qlora.planning.devices import GPUS
 from moe_qlora.testing import tiny_model
 
-ROOT = Path(__file__).parents[3]
 BF16 = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
 )
@@ -140,32 +136,6 @@ def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
         moe_qlora.doctor(peft_model, BF16)
 
 
-def test_the_cost_of_a_fallback_is_what_was_measured():
-    with (ROOT / "tools/bench/results/layer.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    found = {
-        (peer, row["metric"]): float(row["p50"])
-        for row in rows
-        for peer in ("ours", "bnb")
-        if (row["commit"], row["name"]) == ("88efafc", "qwen3-30b-a3b")
-        and row["setting"] == f"tokens=4096 r=16 peer={peer} nf4+double bf16"
-    }
-    cost = doctor.COSTS[doctor.OWN_FORWARD]
-    sizes = [f"{found[peer, 'kept']:,.0f}" for peer in ("bnb", "ours")]
-    assert f"{sizes[0]} MiB a layer, not {sizes[1]}" in cost
-    assert f"{found['bnb', 'step'] / found['ours', 'step']:.1f} times" in cost
-
-
-def test_every_card_that_is_known():
-    for name in GPUS:
-        device, card = doctor.card_named(name)
-        fast = card.capability >= (8, 0)
-        assert ("quantized matmul" in device.few_tokens) == fast
-        assert ("grouped matmul" in device.many_tokens) == fast
-        assert ("Hopper" in device.few_tokens) == (name in ("H100", "H200"))
-        assert ("torch grouped" in device.many_tokens) == (name in ("H100", "H200", "B200"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,7 +183,11 @@ def test_the_command(cli, tmp_path, monkeypatch):
     code, out, err = cli("doctor", tmp_path, "--gpu", "H100")
     assert (code, err) == (0, "")
     assert f"moe-qlora plan {tmp_path} --gpus H100" in out
-    assert "fused layer" in out and "0 problems" in out and "torch 2.13.0: tested" in out
+    assert (
+        out.startswith("0 problems, 0 warnings.\n")
+        and "fused layer" in out
+        and "torch 2.13.0: tested" in out
+    )
     code, out, err = cli("doctor", tmp_path, "--gpu", "H100", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -224,24 +198,3 @@ def test_the_command(cli, tmp_path, monkeypatch):
     assert (code, err) == (1, "")
     assert "problem: Triton, of the fused kernels, is not" in " ".join(out.split())
     assert cli("doctor", tmp_path / "gone")[0] == 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("case", "rank"),
-    [("fused", 16), ("fused", 256), ("float32", 16), ("odd sizes", 16), ("transposed", 16)],
-)
-@pytest.mark.filterwarnings("ignore:.*is computed in float32")
-def test_a_gpu_computes_as_it_says(case, rank):
-    model_type, asked, sizes = CASES[case]
-    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
-    report = moe_qlora.doctor(model.config, asked, rank=rank)
-    assert report.device.name == torch.cuda.get_device_name(0)
-    assert report.device.nbytes == torch.cuda.get_device_properties(0).total_memory
-    fast = kernels_run(torch.device("cuda", 0))
-    assert ("quantized matmul" in report.device.few_tokens) == fast
-    moe_qlora.quantize_experts(model.cuda(), asked)
-    lora = LoraConfig(r=rank, target_modules=["q_proj"])
-    adapted: Any = moe_qlora.get_peft_model(model, lora, experts=True)
-    seen = backends_of(adapted.get_base_model(), "cuda")
-    assert {(layer.backend, layer.reason) for layer in report.layers} == seen

@@ -79,12 +79,6 @@ def test_a_load_into_host_memory(folder, config, keeps, folders, monkeypatch):
     assert "on host" not in repr(model) and equal(train(first, ids), train(second, ids))
 
 
-def test_the_block_alone_asks_for_it(folders: Path) -> None:
-    with moe_qlora.enabled(offload=True), moe_qlora.enabled():
-        assert "on host" in repr(load(folders / "plain", NF4))
-    assert "on host" not in repr(load(folders / "plain", NF4))
-
-
 class Watch:
     """Bytes of packed weights outside of the host memory they are moved to, whenever it grows."""
 

@@ -22,9 +22,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import model_class, tiny_inputs
 from tests.helpers.folders import bits, tensors
-from tests.helpers.prequantized import write_both, write_folder, write_plain
+from tests.helpers.prequantized import write_both
 from tests.helpers.training import NF4, loaded
 
 MERGE = "merge_quantization_configs"
@@ -77,7 +76,6 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss mxfp4": {"load_in_8bit": True},
     "deepseek_v3 int4": {**NF4, "bnb_4bit_quant_storage": torch.bfloat16},
     "qwen3_moe modelopt nvfp4": {"load_in_4bit": True},
-    "deepseek_v4 fp4": NF4,
 }
 
 
@@ -95,7 +93,6 @@ def test_a_load_equals_that_of_the_plain_folder(kind, folders, tmp_path):
     # what predicts more tokens, which no tiny model ignores
     assert all("layers.2." in key for key in info["unexpected_keys"])
     assert config.to_dict() == before
-    assert vars(config) == vars(BitsAndBytesConfig(**settings))
     assert (folder / "maker" / "config.json").read_text() == on_disk
     assert model.config.to_dict() == expected.config.to_dict() | {
         "_name_or_path": str(folder / "maker")
@@ -103,12 +100,7 @@ def test_a_load_equals_that_of_the_plain_folder(kind, folders, tmp_path):
     assert vars(model.hf_quantizer).keys() == vars(expected.hf_quantizer).keys()
 
     model.save_pretrained(tmp_path / "packed")
-    again = load(tmp_path / "packed", None)
-    assert bits(again) == bits(model)
-    inputs = tiny_inputs(model)
-    logits = expected(**inputs).logits
-    assert torch.equal(model(**inputs).logits, logits)
-    assert torch.equal(again(**inputs).logits, logits)
+    assert bits(load(tmp_path / "packed", None)) == bits(model)
 
 
 def test_what_would_go_to_disk_is_refused(folders: Folders, tmp_path: Path) -> None:
@@ -116,32 +108,6 @@ def test_what_would_go_to_disk_is_refused(folders: Folders, tmp_path: Path) -> N
     config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
     with pytest.raises(ConfigError, match=r"sends model\.layers\.1 to disk, and .*\(fp8\)"):
         load(folders(FP8) / "maker", config, offload_folder=tmp_path, device_map=places)
-
-
-def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
-    folder, plain = write_folder(tmp_path / "maker", "ernie4_5_vl_moe", "fp8")
-    write_plain(tmp_path / "plain", folder, plain)
-    said = json.loads((folder / "config.json").read_text())
-    text = said["text_config"] | {"quantization_config": said["quantization_config"]}
-    set_config(folder, quantization_config=None, text_config=text)
-    cls = model_class("ernie4_5_vl_moe")
-    model, expected = (load(tmp_path / name, kind=cls) for name in ("maker", "plain"))
-    assert packed(model) == packed(expected) != []
-    assert bits(model) == bits(expected)
-    path = {"_name_or_path": str(folder)}
-    assert model.config.to_dict() == expected.config.to_dict() | path
-
-
-def test_a_config_without_a_dtype_to_compute_in(folders: Folders, tmp_path: Path) -> None:
-    shutil.copytree(folders(FP8) / "maker", tmp_path / "maker")
-    set_config(tmp_path / "maker", dtype=None)
-    config = AutoConfig.from_pretrained(tmp_path / "maker")
-    before = json.dumps(config.to_dict(), default=str)
-    model, expected = load(tmp_path / "maker", dtype="auto"), bits(load(folders(FP8) / "plain"))
-    assert model.dtype == model.config.dtype == torch.bfloat16
-    assert model.config.quantization_config.quant_method == "bitsandbytes"
-    assert bits(model) == bits(load(tmp_path / "maker", config=config)) == expected
-    assert json.dumps(config.to_dict(), default=str) == before  # the caller's
 
 
 def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path) -> None:
@@ -176,6 +142,3 @@ def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
     seen = r"quantized \(fp8\) and is dequantized from safetensors files only"
     with pytest.raises(CheckpointError, match=seen):
         loaded(None, NF4, DeepseekV3ForCausalLM, config=config, state_dict=state)
-
-
-# The switch

@@ -47,7 +47,6 @@ def reference(twin: Any, model: Any, adapters: list[str]) -> Tensor:
 @pytest.mark.parametrize(
     ("model_type", "implementation", "targets"),
     [
-        ("mixtral", "eager", BOTH),
         ("gpt_oss", "eager", BOTH),
         ("qwen3_moe", "grouped_mm", BOTH[1:]),
         ("deepseek_v3", "grouped_mm", BOTH),
@@ -71,17 +70,17 @@ def test_gradients_of_stock_forwards_and_of_one_projection(
     assert all(map(close, found, wanted))
 
 
-@pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("model_type", "implementation"), [("gpt_oss", "moe_qlora"), ("qwen3_moe", "eager")]
+)
 def test_several_active_adapters_add_up(model_type: str, implementation: str) -> None:
     base = build(model_type, implementation)
     twin = decoded(base)
     model = moe_qlora.get_peft_model(base, lora_config())
     model.add_adapter("two", lora_config(r=2, lora_alpha=5, use_rslora=False))
-    model.add_adapter("three", lora_config())
     fill(model)
     plain = twin(input_ids=IDS).logits
-    for active in (["default"], ["two"], ["default", "two"], ["three", "two", "default"]):
+    for active in (["two"], ["default", "two"]):
         model.base_model.set_adapter(active)
         assert close(model(input_ids=IDS).logits, reference(twin, model, active))
         with model.disable_adapter():

@@ -15,7 +15,6 @@ from training import packed
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -27,14 +26,6 @@ def adapt(model_type: str = "qwen3_moe", config: Any = None, **options: Any) -> 
     }
     config = config or LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
     return moe_qlora.get_peft_model(packed(model_type), config, **options)
-
-
-def four_dimensions() -> None:
-    model = torch.nn.Module()
-    model.experts = torch.nn.Module()
-    weight = codec.pack(torch.randn(2, 3, 8, 16), settings.CodecSettings("nf4"))
-    parametrize.attach(model.experts, "down_proj", weight)
-    moe_qlora.adapt_lora_config(model, LoraConfig(target_parameters=["experts.down_proj"]))
 
 
 def setting(field: str, value: Any) -> Callable[[], Any]:
@@ -62,11 +53,8 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         r"PeftModel with adapters \(default\); .*add_adapter",
         lambda: moe_qlora.get_peft_model(adapt(), LoraConfig(), adapter_name="second"),
     ),
-    (r"experts\.down_proj, a weight of shape \(2, 3, 8, 16\)", four_dimensions),
-    ("use_dora", lambda: packed().add_adapter(DORA)),
     ("use_dora", lambda: peft.get_peft_model(packed(), DORA)),
     ("no parameter of this", lambda: peft.get_peft_model(packed(), LoraConfig(**MISSPELT))),
-    ("lora_config is a str", lambda: packed().add_adapter("default")),
     (r"router.*around them.*'router\.layer'", lambda: adapt("dbrx", target_modules=["router"])),
     ("use a LoraConfig", lambda: moe_qlora.adapt_lora_config(packed(), IA3, experts=True)),
     (
@@ -77,8 +65,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         (rf"{field}=.*layers\.0\.mlp\.experts\.down_proj", setting(field, value))
         for field, value in (
             *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
-            *(("init_lora_weights", "pissa"), ("init_lora_weights", "orthogonal")),
-            ("use_qalora", True),
+            ("init_lora_weights", "pissa"),
         )
     ),
     *(
@@ -86,7 +73,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
             f"modules_to_save='{key}' asks to train model",
             lambda key=key: adapt(modules_to_save=["norm", key]),
         )
-        for key in ("mlp", "xperts", "down_proj", "experts.down_proj", "layers.1.mlp.experts")
+        for key in ("mlp", "experts.down_proj")
     ),
     (
         r"'gate_up_prj', which is no parameter of this model.*target_parameters\(model\)",
@@ -149,6 +136,3 @@ def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
     save_file(whole, file, {"format": "pt"})
     with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
         load(packed("mixtral"), adapter)
-    (adapter / "moe_qlora_adapter.json").unlink()
-    with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
-        load(packed(num_hidden_layers=3), adapter)

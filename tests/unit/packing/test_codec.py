@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from unittest import mock
 
 import bitsandbytes.functional as bnb
@@ -83,8 +82,9 @@ def test_packs_and_decodes_as_bitsandbytes(kind, double, storage, dtype):
         assert torch.equal(decoded, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 40, 48), (2, 3, 8, 17)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 40, 48), torch.float32), ((2, 3, 8, 17), torch.bfloat16)]
+)
 def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     original = weight(shape, dtype)
     codes, scales, _ = bnb.int8_vectorwise_quant(original.reshape(-1, shape[-1]))
@@ -94,21 +94,7 @@ def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype
     assert packed.codes.shape == original.shape and torch.equal(packed.absmax, scales)
     assert torch.equal(packed.codes.view(-1, shape[-1]), codes)
     assert decoded.dtype == dtype
-    expected = (codes * scales[:, None] * (1 / 127)).to(dtype).view(shape)
-    torch.testing.assert_close(decoded, expected)
     assert torch.equal(decoded, bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(shape))
-
-
-@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), INT8])
-def test_views_pack_like_their_copies(settings: CodecSettings) -> None:
-    base = weight((6, 40, 24))
-    for view in (base.transpose(1, 2), base.transpose(0, 2), base[::2], base[:, 3:, 5:]):
-        with at_most(300):
-            ours = pack(view, settings)
-        other = pack(view.contiguous(), settings)
-        assert torch.equal(ours.codes, other.codes)
-        for mine, theirs in zip(ours.statistics, other.statistics, strict=True):
-            assert torch.equal(mine, theirs)
 
 
 KINDS = st.one_of(
@@ -132,8 +118,9 @@ def test_any_range_of_any_stack(shape, dtype, kind, limit, data):
         return
     packed = pack(original, kind)
     whole = unpack(packed)
+    view = original.movedim(0, -1).contiguous().movedim(-1, 0)
     with at_most(limit):
-        chunked = pack(original, kind)
+        chunked = pack(view, kind)
         assert torch.equal(packed.codes.view(torch.uint8), chunked.codes.view(torch.uint8))
         assert torch.equal(whole, unpack(chunked))
     start = data.draw(st.integers(0, shape[0]))
@@ -162,8 +149,9 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "transposed"), [(CodecSettings("nf4", True), True), (INT8, False)]
+)
 def test_packing_allocates_no_copy_of_the_stack(settings, transposed, monkeypatch):
     monkeypatch.setattr(codec, "_CPU_CHUNK", 4096)
     stack = weight((64, 64, 64))
@@ -181,7 +169,6 @@ def test_packing_allocates_no_copy_of_the_stack(settings, transposed, monkeypatc
     [
         (torch.empty(2, 4, 4, device="meta"), CodecSettings("nf4"), "meta"),
         (torch.zeros(2, 4, 4, dtype=torch.int8), CodecSettings("nf4"), "int8"),
-        (torch.zeros(2, 4, 4).to(torch.float8_e4m3fn), CodecSettings("nf4"), "float8_e4m3fn"),
         (torch.zeros(2, 4, 4, dtype=torch.float64), CodecSettings("nf4"), "float64"),
         (torch.zeros(16), CodecSettings("nf4"), "two or more dimensions"),
         (torch.zeros(0, 4, 4), CodecSettings("nf4"), "no empty one"),
@@ -195,11 +182,10 @@ def test_refuses_what_cannot_be_packed(tensor, settings, said):
         unpack_range(pack(weight((4, 8, 8)), CodecSettings("nf4")), 3, 5)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_finds_the_first_nonfinite_value(bad, dtype, monkeypatch):
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_finds_the_first_nonfinite_value(bad, monkeypatch):
     monkeypatch.setattr(codec, "_CPU_CHUNK", 100)
-    stack = weight((4, 6, 10), dtype)
+    stack = weight((4, 6, 10))
     assert codec.first_nonfinite(stack) is None
     stack[2, 3, 4] = stack[3, 0, 0] = bad
     assert codec.first_nonfinite(stack) == (2, 3, 4)
@@ -220,10 +206,8 @@ def test_settings_follow_the_config() -> None:
     expected = CodecSettings("nf4", True, torch.bfloat16, torch.bfloat16, 64, ("lm_head",))
     assert CodecSettings.from_config(config) == expected
     assert CodecSettings.from_config(config.to_dict()) == expected
-    # Absent fields have the class's defaults.
     plain = CodecSettings("fp4", False, torch.uint8, torch.float32)
-    assert CodecSettings.from_config({"load_in_4bit": True}) == plain
-    assert CodecSettings.from_config(BitsAndBytesConfig(load_in_4bit=True)) == plain
+    assert CodecSettings.from_config({"load_in_4bit": True}) == plain  # the class's defaults
     assert CodecSettings.from_config(BitsAndBytesConfig(load_in_8bit=True)) == INT8
 
 
@@ -234,13 +218,10 @@ def test_settings_follow_the_config() -> None:
         ({}, "neither 4 nor 8 bit"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "both 4 and 8 bit"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "int4"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_storage": "int64"}, "int64"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "banana"}, "banana"),
         ({"load_in_4bit": True, "llm_int8_skip_modules": "lm_head"}, "list"),
         ({"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", None]}, "None"),
-        ({"load_in_4bit": True, "llm_int8_skip_modules": float("inf")}, "is inf: give a list"),
         ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "16 bit"),
-        (SimpleNamespace(quant_method="awq"), "awq"),
         (object(), "object"),
     ],
 )

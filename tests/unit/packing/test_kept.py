@@ -8,7 +8,6 @@ import torch
 from moe_qlora.packing import codec
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 
-BOTH = pytest.mark.parametrize("transposed", [False, True])
 SHAPE = (3, 7, 96)  # as stored: an odd number of experts, and rows of three blocks
 
 
@@ -17,9 +16,10 @@ def whole(blocks, scales, transposed):
     return decoded.transpose(-1, -2) if transposed else decoded
 
 
-@BOTH
-@pytest.mark.parametrize("shape", [SHAPE, (5, 40, 32), (1, 3, 160)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(SHAPE, torch.bfloat16), ((1, 3, 160), torch.float32)]
+)
 def test_decodes_to_what_the_definition_says(shape, transposed, dtype):
     blocks, scales = random_mxfp4(*shape, spread=9)
     packed = keep(blocks, scales, transposed=transposed, dtype=dtype)

@@ -9,7 +9,6 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 
 from moe_qlora.layout import human_bytes
@@ -22,7 +21,6 @@ from moe_qlora.packing.settings import CodecSettings
 SETTINGS = {
     "nf4": CodecSettings("nf4", True, compute_dtype=torch.bfloat16),
     "fp4-bfloat16": CodecSettings("fp4", False, torch.bfloat16),
-    "nf4-float32": CodecSettings("nf4", True, torch.float32),
     "int8": CodecSettings("int8"),
 }
 
@@ -67,12 +65,8 @@ def settings(request: pytest.FixtureRequest) -> CodecSettings:
 def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
     module, decoded = packed_experts(settings)
     assert_reads(module, decoded)
-    assert module.gate_up.dtype == torch.bfloat16
     assert storage.packed_names(module) == ("gate_up", "down")
     assert not storage.is_packed(module, "bias")
-    assert not storage.is_foreign(module, "down")
-    found = [(path, name) for path, _, name in storage.iter_packed(nn.Sequential(module))]
-    assert found == [("0", "gate_up"), ("0", "down")]
     size = human_bytes(storage.read_packed(module, "down").nbytes)
     line = f"Packed({settings.describe()}, (4, 40, 24) bfloat16, {size})"
     assert line in repr(module)
@@ -80,11 +74,9 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
         original = storage.original_of(module, name)
         assert not original.requires_grad
         stack = storage.read_packed(module, name)
-        assert stack.kind == settings.kind
-        assert stack.dtype == torch.bfloat16
+        assert (stack.kind, stack.dtype) == (settings.kind, torch.bfloat16)
         assert stack.compute_dtype == settings.compute_dtype
         assert stack.codes.data_ptr() == original.data_ptr()
-        assert torch.equal(unpack(stack), decoded[name])
         if settings.kind != "int8":
             assert type(original) is bnb.nn.Params4bit
             state = module.parametrizations[name][0].quant_state
@@ -93,10 +85,8 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
             assert own == {t.data_ptr() for t in stack.statistics}
 
 
-def test_hooks_sit_once_and_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, _ = packed_experts(SETTINGS["nf4"])
-    assert not module._forward_hooks and not module._forward_pre_hooks
-    assert len(module._state_dict_hooks) == len(module._load_state_dict_pre_hooks) == 1
     decodes = []
     monkeypatch.setattr(
         decoders, "unpack", lambda stack, **kwargs: decodes.append(stack) or unpack(stack, **kwargs)
@@ -138,8 +128,6 @@ def test_state_dict_has_bitsandbytes_keys_and_loads_back(settings: CodecSettings
         assert set(other.state_dict()) == set(state)
         with pytest.raises(RuntimeError, match=r"as its codes.*unpacked model"):
             other.load_state_dict(Experts().state_dict())
-        other.load_state_dict(state, assign=assign)
-        assert_reads(other, decoded)
         assert_reads(copy.deepcopy(other), decoded)
     without = {key: value for key, value in state.items() if not key.startswith("down.")}
     with pytest.raises(RuntimeError, match=r"down has nothing as its \.(absmax|SCB); a weight of"):
@@ -163,21 +151,6 @@ def test_tied_modules_share_one_packed_parameter(settings: CodecSettings) -> Non
         assert torch.equal(pair[1].down, decoded)
 
 
-def test_reads_what_bitsandbytes_packed() -> None:
-    module = Experts()
-    expected = unpack(pack(module.down, CodecSettings("nf4", True)))
-    replace_parameter_4bit(module, "down", compress_statistics=True, quant_type="nf4")
-    assert storage.is_packed(module, "down")
-    assert storage.is_foreign(module, "down")
-    stack = storage.read_packed(module, "down")
-    assert (stack.kind, stack.shape, stack.compute_dtype) == ("nf4", (4, 40, 24), None)
-    assert torch.equal(unpack(stack), expected)
-    storage.attach(module, "gate_up", pack(module.gate_up, SETTINGS["nf4"]))
-    assert {"down.absmax", "gate_up.absmax"} <= set(module.state_dict())
-    storage.detach(module, "down")
-    assert torch.equal(module.down, expected)
-
-
 def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
     module, decoded = packed_experts(settings)
     twin = copy.deepcopy(module)
@@ -193,6 +166,5 @@ def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
     storage.detach(twin, "down")
     storage.detach(twin, "gate_up")
     assert_reads(module, decoded)
-    assert len(module._load_state_dict_pre_hooks) == 1
     assert type(twin) is Experts
     assert not twin._load_state_dict_pre_hooks

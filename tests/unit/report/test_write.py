@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from small_models import IDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
-from moe_qlora.report import write
 from moe_qlora.report.write import expert_counts
 from moe_qlora.testing import tiny_model
 
@@ -109,29 +107,6 @@ def test_counts_are_those_of_the_routers(folders: Path, tmp_path: Path) -> None:
         assert found == [*(count[expert] for expert in range(EXPERTS)), 0]
 
 
-def test_recomputation_and_adapters_count_each_token_once() -> None:
-    model: Any = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match="Embedding has no fused experts behind a router"):
-        expert_counts(model.model.embed_tokens).__enter__()
-    moe_qlora.quantize_experts(model, NF4)
-    peft_model = moe_qlora.get_peft_model(model, LoraConfig(r=2), experts=True).train()
-    peft_model.enable_input_require_grads()
-    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
-    experts = model.get_submodule(moe_qlora.detect(model).modules[0].name)
-    with expert_counts(peft_model) as counts:
-        for _ in range(2):
-            peft_model(input_ids=IDS).logits.sum().backward()
-        found = [(name, int(count.sum())) for name, count in counts.items()]
-        (hook,) = experts._forward_pre_hooks.values()
-        ids = torch.tensor([[0, 3], [3, 4], [-1, 1]])  # two of them of no expert
-        before = counts[found[0][0]].clone()
-        hook(experts, (torch.randn(3, 64), ids, torch.rand(3, 2)), {})
-        assert (counts[found[0][0]] - before).tolist() == [1, 1, 0, 2, 2]
-    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
-    assert found == [(name, 2 * 2 * IDS.numel()) for name in names]
-    assert not experts._forward_pre_hooks
-
-
 def test_what_cannot_be_had_is_a_sentence(folders: Path, tmp_path: Path) -> None:
     for source, options, error, words in (
         (tmp_path, {}, CheckpointError, "holds no checkpoint, adapter or Trainer's run"),
@@ -149,29 +124,6 @@ def test_what_cannot_be_had_is_a_sentence(folders: Path, tmp_path: Path) -> None
     assert "rows.jsonl is no sample of texts" in page and "Routing" in missing
 
 
-def test_names_are_escaped_and_old_arguments_warn(tmp_path: Path) -> None:
-    config = tiny_model("qwen3_moe", device="meta").config
-    config.save_pretrained(tmp_path / "<script>x")
-    with pytest.warns(DeprecationWarning, match="batch, seq and progress are ignored"):
-        page, _ = page_of(tmp_path / "<script>x", tmp_path, quantization_config=NF4, seq=64)
-    assert "<script" not in page and "&lt;script&gt;x" in page
-
-
-def test_without_matplotlib_there_are_tables_alone(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(write, "find_spec", lambda name: None)
-    page, _ = page_of(folders / "run", tmp_path)
-    assert not pictures(page) and "<td>loss</td>" in page and "pip install matplotlib" in page
-
-
-def test_rows_of_a_sample(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}]
-    rows = ({"prompt": "a", "completion": "b"}, {"messages": chat}, {"text": "a"})
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert list(write._texts(tmp_path / "a.jsonl")) == ["ab", chat, "a"]
-
-
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     code, said, err = cli("report", folders / "plain", "-o", "~/a.html", "--quant", "int8")
@@ -185,3 +137,10 @@ def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) 
         code, said, err = cli("report", *arguments)
         assert (code, said) == (2, "") and message in err and err.count("\n") == 1
     assert not (tmp_path / "b.html").exists()
+
+
+def test_names_are_escaped_and_old_arguments_warn(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", device="meta").config.save_pretrained(tmp_path / "<script>x")
+    with pytest.warns(DeprecationWarning, match="batch, seq and progress are ignored"):
+        page, _ = page_of(tmp_path / "<script>x", tmp_path, quantization_config=NF4, seq=64)
+    assert "<script" not in page and "&lt;script&gt;x" in page

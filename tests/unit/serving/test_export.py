@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.serving.export import layout_for, servers
+from moe_qlora.serving.export import servers
 from moe_qlora.testing import tiny_model
 
 pytestmark = [
@@ -24,14 +24,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The explicitly set RoPE scaling factor"),
     pytest.mark.filterwarnings("ignore:.*experts of this model are not packed"),
 ]
+SINGLE = ("gate_proj", "up_proj", "down_proj")
 # One whose server wants fused experts, and three with other names and orders of single ones
 FAMILIES = {
-    "qwen3_moe": ("model.layers.0.mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3_moe": ("model.layers.0.mlp.experts", SINGLE),
     "mixtral": ("model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")),
-    "granitemoe": (
-        "model.layers.0.block_sparse_moe.experts",
-        ("gate_proj", "up_proj", "down_proj"),
-    ),
+    "granitemoe": ("model.layers.0.block_sparse_moe.experts", SINGLE),
     "gpt_oss": ("model.layers.0.mlp.experts", ()),
 }
 
@@ -58,16 +56,16 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def adapters(
-    bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, torch.Tensor]]:
+def adapters(bases: dict[str, Path]) -> dict[str, tuple[Path, torch.Tensor]]:
     """Adapter folders, and the logits of their models."""
-    root = tmp_path_factory.mktemp("adapters")
-    made = {}
-    for family in FAMILIES:
-        model = trained(load(bases[family]), root / family)
-        made[family] = (root / family, logits(model))
-    return made
+    folders = {family: base.with_name(f"{family} adapter") for family, base in bases.items()}
+    return {k: (to, logits(trained(load(bases[k]), to))) for k, to in folders.items()}
+
+
+def export(folder: Path, base: Path, target: str, to: str = "out") -> tuple[Path, str]:
+    """Export an adapter; return the folder beside it, and what the report says."""
+    out = folder.parent / to
+    return out, str(moe_qlora.export_adapter(folder, out, base=base, target=target))
 
 
 def load(folder: Path) -> Any:
@@ -91,32 +89,35 @@ def test_layouts_of_fused_experts_and_those_that_peft_fuses_load_back(
     family: str, server: str, bases: dict[str, Path], adapters: Any, tmp_path: Path
 ) -> None:
     folder, expected = adapters[family]
+    out, call = tmp_path / "out", {"base": bases[family], "target": server}
     if (server, family) in UNSEEN:
         with pytest.raises(ConfigError, match=r"was not seen to serve .* moe-qlora merge"):
-            moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
-        assert not (tmp_path / "out").exists()
+            moe_qlora.export_adapter(folder, out, **call)
+        assert not out.exists()
         return
-    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
+    moe_qlora.export_adapter(folder, out, **call)
     if (server, family) in ALONE:
         single = r"out was trained on .* single experts \(\S+\.experts\.0\.\w+\.lora_A\.weight\)"
         with pytest.raises(AdapterError, match=rf"{single}, and this model .*: merge it with"):
-            moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
+            moe_qlora.load_adapter(load(bases[family]), str(out))
         with pytest.raises(AdapterError, match=single):
-            moe_qlora.merge_adapter(bases[family], tmp_path / "out", tmp_path / "merged")
+            moe_qlora.merge_adapter(bases[family], out, tmp_path / "merged")
         return
-    again = moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
+    again = moe_qlora.load_adapter(load(bases[family]), str(out))
     assert torch.equal(logits(again), expected)
 
 
-@pytest.mark.parametrize("family", [name for name, (_, leaves) in FAMILIES.items() if leaves])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_single_experts_hold_the_products_of_the_fused_weight(
     family: str, bases: dict[str, Path], adapters: Any, tmp_path: Path
 ) -> None:
     """By the definition: expert e's B A, cut from the fused weight's, row by row."""
     folder, _ = adapters[family]
-    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target="vllm")
+    server = "vllm" if family != "gpt_oss" else "sglang"
+    moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
     written, source = tensors(tmp_path / "out"), tensors(folder)
-    path, (gate, up, down) = FAMILIES[family]
+    path, leaves = FAMILIES[family]
+    gate, up, down = leaves or SINGLE
     own = f"base_model.model.{experts_of(load(bases[family]))[0].rpartition('.')[0]}"
     outer_a, outer_b = (source[f"{own}.lora_{h}.weight"] for h in "AB")
     inner_a, inner_b = (source[f"{own}.base_layer.lora_{h}.weight"] for h in "AB")
@@ -124,18 +125,18 @@ def test_single_experts_hold_the_products_of_the_fused_weight(
     for expert in range(experts):
         rows = slice(expert * 4, expert * 4 + 4)
         fused = inner_b[:, expert::experts] @ inner_a[rows]
-        half = len(fused) // 2
+        halves = (fused[::2], fused[1::2]) if family == "gpt_oss" else fused.chunk(2)
         single = {
             leaf: written[f"base_model.model.{path}.{expert}.{leaf}.lora_B.weight"]
             @ written[f"base_model.model.{path}.{expert}.{leaf}.lora_A.weight"]
             for leaf in (gate, up, down)
         }
-        torch.testing.assert_close(single[gate], fused[:half])
-        torch.testing.assert_close(single[up], fused[half:])
+        torch.testing.assert_close(single[gate], halves[0])
+        torch.testing.assert_close(single[up], halves[1])
         torch.testing.assert_close(single[down], outer_b[:, expert::experts] @ outer_a[rows])
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == 2 and not config["target_parameters"]
-    assert {gate, up, down, "q_proj", "o_proj"} == set(config["target_modules"])
+    assert {gate, up, down, "q_proj", "o_proj"} <= set(config["target_modules"])
 
 
 @pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
@@ -145,11 +146,9 @@ def test_ranks_and_scalings_are_made_alike(bases: dict[str, Path], tmp_path: Pat
         load(base), tmp_path / "adapter", rank_pattern={"q_proj": 3, r".*\.down_proj": 7},
         alpha_pattern={"o_proj": 4}, use_rslora=True,
     )  # fmt: skip
-    report = moe_qlora.export_adapter(
-        tmp_path / "adapter", tmp_path / "out", base=base, target="vllm"
-    )
-    assert report.rank == 7 and "padded to 7" in str(report) and "folded into B" in str(report)
-    for key, value in tensors(tmp_path / "out").items():
+    out, said = export(tmp_path / "adapter", base, "vllm")
+    assert "rank 7" in said and "padded to 7" in said and "folded into B" in said
+    for key, value in tensors(out).items():
         assert value.shape[0 if "lora_A" in key else 1] == 7, key
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert not config["rank_pattern"] and not config["alpha_pattern"] and not config["use_rslora"]
@@ -165,10 +164,7 @@ def test_what_the_adapter_leaves_alone_is_zeros(
     base = load(bases[family])
     down = [name for name in experts_of(base) if name.endswith("down_proj")]
     model = trained(base, tmp_path / "adapter", target_parameters=down)
-    moe_qlora.export_adapter(
-        tmp_path / "adapter", tmp_path / "out", base=bases[family], target="vllm"
-    )
-    written = tensors(tmp_path / "out")
+    written = tensors(export(tmp_path / "adapter", bases[family], "vllm")[0])
     blank = [key for key, value in written.items() if not value.any()]
     assert blank and all("gate" in key or "up" in key or "base_layer" in key for key in blank)
     again = moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
@@ -190,37 +186,30 @@ def test_what_an_adapter_leaves_out_loads_back(
     base = bases["qwen3_moe"]
     settings = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], **scope}
     model = trained(load(base), tmp_path / "adapter", **settings)
-    report = moe_qlora.export_adapter(
-        tmp_path / "adapter", tmp_path / "out", base=base, target=server
-    )
-    assert ("its engine was not run" in str(report)) is (server == "sglang")
-    again = moe_qlora.load_adapter(load(base), str(tmp_path / "out"))
+    out, said = export(tmp_path / "adapter", base, server)
+    assert ("its engine was not run" in said) is (server == "sglang")
+    again = moe_qlora.load_adapter(load(base), str(out))
     assert torch.equal(logits(again), logits(model))
 
 
-def test_what_servers_do_not_take_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    base = bases["qwen3_moe"]
-    trained(load(base), tmp_path / "full", modules_to_save=["lm_head"])
-    offer = r"merge the adapter with moe-qlora merge and serve the merged folder\.$"
-    with pytest.raises(AdapterError, match=rf"lm_head\.weight, which is trained in full.*{offer}"):
-        moe_qlora.export_adapter(tmp_path / "full", tmp_path / "out", base=base, target="vllm")
-    with pytest.raises(ConfigError, match=r"target is 'tgi'; give one of vllm, sglang"):
-        moe_qlora.export_adapter(tmp_path / "full", tmp_path / "out", base=base, target="tgi")
-    with pytest.raises(ConfigError, match=rf"Foo \(it was for .*Qwen3MoeForCausalLM.*{offer}"):
-        layout_for("vllm", "Foo")
-    assert not (tmp_path / "out").exists()
+OFFER = r"merge the adapter with moe-qlora merge and serve the merged folder\.$"
+REFUSED = [  # model, server, what is trained, error, words
+    ("qwen3_moe", "vllm", {"modules_to_save": ["lm_head"]}, AdapterError,
+     rf"lm_head\.weight, which is trained in full.*{OFFER}"),
+    ("qwen3_moe", "tgi", {}, ConfigError, r"target is 'tgi'; give one of vllm, sglang"),
+    ("qwen2_moe", "vllm", {"target_modules": ["shared_expert_gate"]}, AdapterError,
+     rf"shared_expert_gate.*is not served.*{OFFER}"),
+    ("deepseek_v2", "gguf", {"target_modules": ["lm_head"]}, AdapterError,
+     rf"lm_head.*is not served.*{OFFER}"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "target", "layer"),
-    [("qwen2_moe", "vllm", "shared_expert_gate"), ("deepseek_v2", "gguf", "lm_head")],
-)
-def test_layers_that_a_server_ignores_or_rejects_are_refused(
-    family: str, target: str, layer: str, tmp_path: Path
+@pytest.mark.parametrize(("family", "server", "settings", "error", "words"), REFUSED)
+def test_what_servers_do_not_take_is_refused(
+    family: str, server: str, settings: Any, error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     tiny_model(family).save_pretrained(tmp_path / "base")
-    trained(load(tmp_path / "base"), tmp_path / "adapter", target_modules=[layer])
-    with pytest.raises(AdapterError, match=rf"{layer}.*is not served.*merge the adapter"):
-        moe_qlora.export_adapter(
-            tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base", target=target
-        )
+    trained(load(tmp_path / "base"), tmp_path / "adapter", **settings)
+    with pytest.raises(error, match=words):
+        export(tmp_path / "adapter", tmp_path / "base", server)
+    assert not (tmp_path / "out").exists()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import runpy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,8 +13,6 @@ import transformers
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
-
-from tools import demo as demo_script  # noqa: E402
 
 
 @pytest.fixture
@@ -58,37 +54,3 @@ def test_demo(tmp_path, demo, capsys):
     assert "the loss" in said and "from scratch" not in said
     assert max(map(len, said.splitlines())) <= 80
     assert (tmp_path / "two/loss.png").is_file()
-
-
-def test_model_that_is_not_there(tmp_path, demo, capsys):
-    assert demo("--model", tmp_path / "gone", "--out", tmp_path) == 2
-    assert "holds no config.json" in capsys.readouterr().err
-
-
-def test_a_small_model_has_one_thread_unless_told_otherwise():
-    code = (
-        "import os, runpy, sys, torch; sys.argv = ['demo.py', '--quick']\n"
-        "def stop(seed): raise KeyboardInterrupt\n"
-        "torch.manual_seed = stop\n"
-        "try: runpy.run_path('tools/demo.py', run_name='__main__')\n"
-        "except SystemExit: print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
-    )
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    asked = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"}
-    for environment, ended in ((inherited, "1 passive\n"), (inherited | asked, "2 active\n")):
-        command = [sys.executable, "-c", code]
-        options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
-        said = subprocess.run(command, env=environment, **options).stdout
-        assert said == f"Stopped.\n{ended}"
-
-
-def test_tables_and_lines_fit_80_columns(capsys):
-    long = demo_script.State(
-        "load_in_4bit, stock", 57_982_058_496, 3_123_456_789, 123_456_789, 12.345
-    )
-    said = demo_script.table(demo_script.Run([long] * 3)) + "\n"
-    assert "load_in_4bit, stock" in said and "54.0 GiB" in said and "12.345" in said
-    demo_script.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
-    said += capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert "\n   words" in said
