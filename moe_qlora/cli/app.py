@@ -17,7 +17,6 @@ from typer.core import TyperCommand
 
 from .. import __version__
 from ..errors import MoeQloraError, one_line
-from .bench import bench
 from .doctor import doctor
 from .dump import dump
 from .folders import export, merge, quantize, report, verify
@@ -34,9 +33,8 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     dump: "Expert weights, bytes, lists for PEFT.",
     plan: "Memory of training, and what fits.",
     quantize: "A packed folder from a checkpoint.",
-    verify: "Is a folder whole; the error of packing.",
+    verify: "Damage in a folder; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
-    bench: "How fast a model trains on this card.",
     report: "A page about a model, adapter or run.",
     export: "An adapter in the layout of a server.",
 }

@@ -33,7 +33,7 @@ _COST = "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = {  # by words in a backend's reason
     "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
-    "ranks of the adapters": "Train with a lower rank.",
+    "is of rank": "Train with a lower rank.",
     "are torch.float32": "Load the model in bfloat16.",
     " packed": "Look at llm_int8_skip_modules.",
     "": "Nothing to change: this model type has no faster path here.",

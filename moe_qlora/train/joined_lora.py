@@ -4,12 +4,12 @@ PEFT computes `y = W x + s B (A x)` for each layer by itself: x is read once for
 for each dA, and as many gradients of x are added. Here, with n layers of one parent:
 
     first of them    z = s [A_1; ...; A_n] x, for its input x of this call
-    each             y_i = W_i x + B_i z_i, if it is given that very tensor, unchanged since; else
-                     PEFT's forward
+    each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
 
-A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
-z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
-same guards in each decoder layer. What an exception in between leaves is replaced next time.
+A forward of a few tokens shows which layers these are, and that none changes x in place. In the
+order of their calls, the first puts z into the model's `_Shared`, and the last one empties it.
+Dynamo sees both in one frame, and the same guards in each decoder layer. What an exception in
+between leaves is replaced next time.
 """
 
 from __future__ import annotations
@@ -45,35 +45,26 @@ def join_lora(model: nn.Module) -> JoinedLora:
     Call it after `get_peft_model`, before layers are compiled or recorded. The model runs once, on
     a few tokens without gradients, and raises what it raises on `input_ids` alone.
     """
-    shared, members = _Shared(), []
-    for layers in _groups(model):
+    shared, joined, groups = _Shared(), JoinedLora(), _groups(model)
+    joined.products, joined.layers = len(groups), sum(map(len, groups))
+    for layers in groups:
         for place, layer in enumerate(layers):
             vars(layer)[_MEMBER] = _Member(layers, place, shared)
             layer.forward = MethodType(_forward, layer)
-            members.append(layer)
-    return JoinedLora(members)
+            joined.callback(_restore, layer)
+    return joined
 
 
-class JoinedLora:
-    """What was joined: `products` A x are those of `layers` LoRA layers, two or more each."""
+class JoinedLora(ExitStack):
+    """What was joined, until it is closed: `products` A x are those of `layers` LoRA layers."""
 
-    def __init__(self, members: list[nn.Module]) -> None:
-        self._members, self.layers = members, len(members)
-        self.products = len({vars(layer)[_MEMBER].layers for layer in members})
+    products = layers = 0
 
-    def remove(self) -> None:
-        """Restore PEFT's forwards, except where other code has replaced ours since."""
-        for layer in self._members:
-            vars(layer).pop(_MEMBER, None)
-            if getattr(vars(layer).get("forward"), "__func__", None) is _forward:
-                del layer.forward
-        self._members = []
 
-    def __enter__(self) -> JoinedLora:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+def _restore(layer: nn.Module) -> None:
+    vars(layer).pop(_MEMBER, None)
+    if getattr(vars(layer).get("forward"), "__func__", None) is _forward:  # Else of other code
+        del layer.forward
 
 
 class _Shared:
@@ -107,17 +98,16 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _pairs(member: _Member, x: Tensor, alone: bool) -> list[tuple[Tensor, Any]] | None:
     """Return (s A x, B) of active adapters; None for PEFT's forward, with other arguments too."""
     layers, place, shared = member
-    state = _version(x), torch.is_grad_enabled()
     if place == 0:
         found = _products(layers, x) if alone else None
-        shared.held = None if found is None else (layers[0], x, state, found)
+        shared.held = None if found is None else (layers[0], x, found)
     held = shared.held
     if place == len(layers) - 1:
         shared.held = None
     if not alone or held is None or held[0] is not layers[0] or held[1] is not x:
         return None
-    pairs: list[list[tuple[Tensor, Any]]] = held[3]
-    return pairs[place] if held[2] == state else None
+    pairs: list[list[tuple[Tensor, Any]]] = held[2]
+    return pairs[place]
 
 
 def _products(layers: tuple[Any, ...], x: Tensor) -> list[list[tuple[Tensor, Any]]] | None:
@@ -134,11 +124,6 @@ def _products(layers: tuple[Any, ...], x: Tensor) -> list[list[tuple[Tensor, Any
     parts = linear(given, torch.cat(factors)).split([len(factor) for factor in factors], -1)
     rest = iter([z * s for z, (_, _, s) in zip(parts, flat, strict=True)])
     return [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
-
-
-def _version(x: Tensor) -> int:
-    # Dynamo reads none: there, layers with hooks run by themselves, and parents were seen to run.
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _is_changed(module: Any) -> bool:
@@ -181,7 +166,7 @@ def _groups(model: nn.Module) -> list[tuple[Any, ...]]:
     def note(layer: nn.Module, args: Any) -> None:
         if args and layer not in inputs:
             inputs[layer] = args[0]
-            key = parents[layer], id(args[0]), _version(args[0])
+            key = parents[layer], id(args[0]), args[0]._version
             groups.setdefault(key, []).append(layer)
 
     weight = next(base.parameters())

@@ -116,33 +116,29 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        undo.callback(quicken_walks(model))
-        prepared._undo = undo.pop_all()
+        if _sharding(model) is None:  # Engines put other parameters in the place of these
+            undo.callback(quicken_walks(model))
+        prepared.push(undo.pop_all())
     _log.info("%s", prepared)
     return prepared
 
 
-class PreparedTraining:
+class PreparedTraining(ExitStack):
     """The settings of `prepare_training` on a model."""
 
+    fit: Fit | None = None
+    graphs: LayerGraphs | None = None  # None: no layer can be recorded
+
     def __init__(self, *lines: str) -> None:
-        self.fit: Fit | None = None
-        self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
+        super().__init__()
         self._lines = [*lines]
-        self._undo = ExitStack()
 
     def remove(self) -> None:
         """Undo all of it, the last first."""
-        self._undo.close()
+        self.close()
 
     def __str__(self) -> str:
         return "\n".join(self._lines)
-
-    def __enter__(self) -> PreparedTraining:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
         """Return a result that undoes nothing: a copied model has no graphs."""
@@ -177,7 +173,7 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
             said = f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."
             prepared._lines.append(said)
         else:
-            undo.callback(joined.remove)
+            undo.callback(joined.close)
             if joined.products:
                 said = f"{joined.layers} layers with the same inputs in {joined.products} products"
                 prepared._lines.append(f"LoRA: {said}.")
