@@ -28,11 +28,11 @@ from common import RESULTS, head
 
 from moe_qlora.kernels.cards import PORTABLE, Card
 from moe_qlora.planning.budget import Engine, Settings
-from moe_qlora.planning.devices import parse_gpus
-from moe_qlora.planning.meta_model import ModelSource, source_of
-from moe_qlora.planning.plan import devices_of
+from moe_qlora.planning.devices import devices_of
+from moe_qlora.planning.model import ModelSource, source_of
+from moe_qlora.planning.plan import RUNGS
 from moe_qlora.planning.planner import Planner
-from moe_qlora.planning.search import RUNGS
+from moe_qlora.planning.report import MemoryPlan
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
@@ -95,7 +95,7 @@ class Cell(NamedTuple):
     @property
     def devices(self) -> int:
         """How many GPUs there are."""
-        return len(parse_gpus(self.gpus))
+        return len(devices_of(self.gpus)[0])
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `moe_qlora.plan` that say the same."""
@@ -146,7 +146,6 @@ class Planned:
     def __init__(self, model: str) -> None:
         self.model = model
         self.planner = cache(self._planner)
-        self.with_engine = cache(self._with_engine)
 
     def cell(self, gpus: str, seq: int) -> Cell:
         """The first setting that fits, else the memory that the smallest needs."""
@@ -164,16 +163,20 @@ class Planned:
         self, letter: str, engine: str, seq: int, devices: Sequence[int], card: Card = PORTABLE
     ) -> bool:
         """Whether a step fits these devices, and the model while it loads."""
-        planner = self.with_engine(letter, engine, len(devices), card)
-        # The report takes what the model needs while it loads as well, and a second more.
-        of_seq = planner.with_settings(replace(planner.settings, seq=seq))
-        fits = all(use.fits for use in planner.uses(1, seq, devices))
-        return fits and bool(of_seq.report(devices).fits)
+        return bool(self.report(letter, engine, seq, devices, card).fits)
+
+    def report(
+        self, letter: str, engine: str, seq: int, devices: Sequence[int], card: Card = PORTABLE
+    ) -> MemoryPlan:
+        """The plan of these devices, without a search."""
+        planner = self.planner(letter, card)
+        ranks = Engine(engine, len(devices)) if engine else None
+        settings = replace(planner.settings, seq=seq, engine=ranks)
+        return planner.with_settings(settings).report(devices)
 
     def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
         """The whole GiB that each of as many devices must have."""
-        planner = self.with_engine(letter, engine, len(devices), PORTABLE)
-        size = max(use.needed for use in planner.uses(1, seq, devices)) >> 30
+        size = self.report(letter, engine, seq, devices).fullest.needed >> 30
         # The workspace grows with the device, to a limit.
         while not self.fits(letter, engine, seq, [size << 30] * len(devices)):
             size += 1
@@ -183,11 +186,10 @@ class Planned:
         devices, card, _ = devices_of(gpus)
         if least:  # a size is the size of any card
             devices, card = (least << 30,) * len(devices), PORTABLE
-        planner = self.with_engine(letter, engine, len(devices), card)
-        use = max(planner.uses(1, seq, devices), key=lambda use: use.needed)
+        made = self.report(letter, engine, seq, devices, card)
+        use, hosting = made.fullest, made.hosting
         peak = use.peak.nbytes if use.peak else 0
-        offloads = planner.settings.offload
-        host = sum(layer.slot for layer in planner.expert_layers) if offloads else 0
+        host = 0 if hosting is None else hosting.host_nbytes(hosting.most)
         return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least, host)
 
     def _planner(self, letter: str, card: Card) -> Planner:
@@ -198,10 +200,6 @@ class Planned:
     def source(self) -> ModelSource:
         """Where the model comes from."""
         return source_of(self.model, None)
-
-    def _with_engine(self, letter: str, engine: str, ranks: int, card: Card) -> Planner:
-        planner = self.planner(letter, card)
-        return planner.with_engine(Engine(engine, ranks)) if engine else planner
 
 
 class Check(NamedTuple):
@@ -229,10 +227,11 @@ def checks() -> Iterator[Check]:
 
 def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options: Any) -> int:
     """The planned peak of a whole model of the benchmarks, whose Linear layers are not packed."""
+    options |= {"engine": engine}
     settings = Settings(batch, seq, 16, "attention,experts", "bfloat16", **options)
     source = replace(source_of(model, None), linears=False)
     planner = Planner(source, settings, card=devices_of("H200")[1])  # which measured them
-    return (planner.with_engine(engine) if engine else planner).peak(batch, seq).nbytes
+    return planner.report(()).peak.nbytes
 
 
 def read() -> list[Cell]:
