@@ -35,7 +35,7 @@ from torch import nn
 import moe_qlora
 from moe_qlora.errors import CheckpointError, MoeQloraError
 from moe_qlora.models import named
-from moe_qlora.planning.meta_model import lora_config_of
+from moe_qlora.planning.model import lora_config_of
 
 FAILED, BAD_INPUT, NO_EXPERTS = 1, 2, 3
 RANK = 4

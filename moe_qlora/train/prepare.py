@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import ConfigError, check_numbers, first_line
 from ..experts.backend import has_triton
 from ..lora.targets import base_model
-from ..planning.measure import Loss
+from ..planning.step import Loss
 from ..progress import reporting
 from ..world import runs_distributed, world
 from .flat_rows import flatten_rows, has_flat_rows
