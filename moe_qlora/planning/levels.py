@@ -59,9 +59,6 @@ _OPTIONS = {
     # call before: code for fp32 adapters ran on bf16 ones (TRL casts their `.data`), past
     # their end. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
     "skip_tensor_guards_with_matching_dict_tags": False,
-    # Joined LoRA (train/joined_lora.py) holds a product on an object for the next layers, which
-    # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
-    "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
     # Versions of one function: `compute` has some for each class of layers. Then it runs
     # eagerly, without an error.
     "recompile_limit": 64,

@@ -120,7 +120,7 @@ def _options() -> argparse.Namespace:
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     prepared = options.prepare is not None and peer == "ours"
     asked = {
-        "liger-loss": options.liger_loss, "merge-lora": prepared,
+        "liger-loss": options.liger_loss,
         "offload": options.offload and peer == "ours", "compile": options.compile,
         "graphs": prepared, options.optimizer: options.optimizer != "adamw",
         "expandable-segments": "expandable_segments" in os.environ.get("PYTORCH_ALLOC_CONF", ""),
