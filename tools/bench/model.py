@@ -42,12 +42,12 @@ from common import (
 )
 from shapes import meta_model, quantization, whole_config
 from torch import nn
+from transformers import PreTrainedModel
 
 import moe_qlora
 from moe_qlora.kernels.workspace import release_workspace
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
-from moe_qlora.testing import fill_randomly
 
 PEERS = ("ours", "frozen", "peft")
 DEVICE = "device"  # the memory of --prepare without a figure: all that the device has free
@@ -166,8 +166,26 @@ def run(
 def build(
     config: Any, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
 ) -> Any:
-    """The model in bf16 on the device, as `moe_qlora.testing.fill_randomly` makes it."""
-    return fill_randomly(meta_model(config), device, each)
+    """The model in bf16 on the device, with its own random initialization.
+
+    Memory is taken for one module at a time, so that `each`, called with every module's full name
+    and the module once it has its own weights, can pack models that do not fit in 16 bit.
+    """
+    model = meta_model(config)
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, module in reversed(modules.items()):  # what a module holds comes before it
+        owner = name
+        while not isinstance(modules[owner], PreTrainedModel):
+            owner = owner.rpartition(".")[0]
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():  # zeros: a class may leave out some in initializing
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.zero_()
+        modules[owner]._init_weights(module)
+        if each is not None:
+            each(name, module)
+    model.tie_weights()
+    return model
 
 
 class Packer:
