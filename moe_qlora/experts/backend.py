@@ -22,7 +22,6 @@ from ..packing.parametrize import is_autocast_on
 from .operands import (
     LoraFactors,
     PackedOperand,
-    active_lora,
     known_record,
     read_operand,
     record_of,
@@ -61,9 +60,10 @@ def read_call(module: Any, x: Tensor) -> Call:
     """Return the weights, LoRA factors and dtypes of a call of `module` with x `(T, H)`."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = read_operand(module, names[0]), read_operand(module, names[1])
-    lora = active_lora(module, names[0]), active_lora(module, names[1])
+    source = known_record(module).lora
+    lora = [() if source is None else source.active_lora(name) for name in names]
     autocast = torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else None
-    return Call(names, x, weights, lora, autocast)
+    return Call(names, x, weights, (lora[0], lora[1]), autocast)
 
 
 def stored_transposed(module: Any, weight: Operand | None) -> bool:

@@ -136,10 +136,6 @@ class ParamWrapper(StockParamWrapper):
 
     forward = forward_property("_forward")
 
-    def train(self, mode: bool = True) -> Any:
-        bound_forward(self)
-        return super().train(mode)
-
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
