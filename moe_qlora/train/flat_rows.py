@@ -93,9 +93,11 @@ class RowLengths:
         length = min(max(rounded(tokens), _SHORT), self.largest)
         own = length, size
         self._came[own] += 1
+        if own in self.recorded:
+            return *own, True
         long = [each for each in self.recorded if each[0] >= length]
         free = self._is_free(length)
-        if own not in self.recorded and not (free and self._came[own] >= _OFTEN):
+        if not (free and self._came[own] >= _OFTEN):
             fits = [each for each in long if each[1] >= size]
             if serve := [each for each in fits if not free or each[0] <= 4 * length]:
                 return *min(serve), True
@@ -107,8 +109,7 @@ class RowLengths:
                     return *own, False
                 own = min(long)[0], size  # In place of the one whose table is too small
                 self.recorded.remove(min(long))
-        if own not in self.recorded:
-            self.recorded.append(own)
+        self.recorded.append(own)
         return *own, True
 
     def _is_free(self, length: int) -> bool:
@@ -265,7 +266,7 @@ def _reason(stack: Any, given: dict[str, Any], cached: bool) -> str | None:
         else:
             fits = len(shape) < 2 or shape[:2] == tokens
         if not fits:
-            return f"has {name} of shape {shape}"
+            return f"has {name} of shape {shape}, for tokens of shape {tuple(tokens)}"
     return None
 
 
