@@ -21,7 +21,7 @@ from .doctor import doctor
 from .dump import dump
 from .folders import export, merge, quantize, report, verify
 from .options import PANELS, option
-from .plan import PlanCommand, plan
+from .plan import plan
 from .render import streams
 
 BAD_INPUT = 2
@@ -64,8 +64,7 @@ app = typer.Typer(no_args_is_help=True, **PLAIN)
 for command, short in SUBCOMMANDS.items():
     lines = sys.modules[command.__module__].EXAMPLES
     own = "".join(f"\n  {line}" for line in lines if line.split()[1] == command.__name__)
-    kind = type("PlanPanels", (Panels, PlanCommand), {}) if command is plan else Panels
-    app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:{own}")(command)
+    app.command(cls=Panels, short_help=short, epilog=f"\b\nExamples:{own}")(command)
 
 
 def _version(asked: bool) -> None:

@@ -22,7 +22,7 @@ from ..layout import ExpertsModule, ModelLayout, human_bytes, name_pattern, unwr
 from ..lora.targets import base_model
 from ..models.files import refuse_yaml
 from ..packing import parametrize
-from ..planning import meta_model
+from ..planning import model as meta_model
 from ..planning.devices import GPUS, gpu_named, unknown_gpu
 from ..versions import OPTIONAL, PYTHON, REQUIRED, installed_version, release_of
 
@@ -161,7 +161,7 @@ def doctor(
     elif model is not None:
         source = meta_model.source_of(model, quantization_config, trust_remote_code)
         label, notes = source.label, source.notes
-        meta = meta_model.pack(source)
+        meta = meta_model.MetaModel(source)
         kinds = _kinds(meta.base, meta.layout, card, rank)
         if device.nbytes is not None:
             where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name

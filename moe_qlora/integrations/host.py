@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint.merge import MergeReport
     from ..layout import ModelLayout
-    from ..planning.measure import Loss
+    from ..planning.step import Loss
     from ..quantize import QuantizationReport
     from ..train.prepare import PreparedTraining
 

@@ -30,7 +30,7 @@ from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
 from ..models import named
 from ..models.files import MAX_JSON, read_json
-from ..planning import meta_model
+from ..planning import model as meta_model
 from ..versions import installed_version
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
@@ -193,7 +193,7 @@ def _subject_of(source: Any, base: str | Path | None) -> _Subject:
 
 def bytes_by_kind(source: meta_model.ModelSource) -> tuple[str | None, dict[str, list[int]]]:
     """Return the packed type, and by kind: weights, bytes as loaded, bytes after packing."""
-    meta = meta_model.pack(source)
+    meta = meta_model.MetaModel(source)
     plain = {name: weight.nbytes for name, weight in source.build().named_parameters()}
     kinds: dict[str, list[int]] = {kind: [0, 0, 0] for kind in KINDS}
     counted: set[int] = set()

@@ -41,7 +41,7 @@ from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import iter_packed, parametrization_list
-from ..planning.hosting import ALIGNMENT, SLOTS
+from ..planning.choice import ALIGNMENT, SLOTS
 from .layers import decoder_layers
 
 

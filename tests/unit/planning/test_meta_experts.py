@@ -12,8 +12,8 @@ from moe_qlora.experts import backend, operands
 from moe_qlora.kernels import cards, table, workspace
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.packing import parametrize
-from moe_qlora.planning import meta_model
-from moe_qlora.planning.tracker import MemoryTracker
+from moe_qlora.planning import model as models
+from moe_qlora.planning.step import MemoryTracker
 from tests.helpers.lora_layer import NAMES, E, H, K, add_lora, packed_host
 
 
@@ -24,7 +24,7 @@ def host():
 
 def activated(host, device):
     """The experts module of a copy, with LoRA, and its inputs of some tokens."""
-    model = meta_model.copy_to_meta(host) if device == "meta" else copy.deepcopy(host)
+    model = models.copy_to_meta(host) if device == "meta" else copy.deepcopy(host)
     add_lora(model, device)
     return model.experts
 

@@ -7,7 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.model import source_of
 from moe_qlora.report.write import KINDS, bytes_by_kind
 from moe_qlora.testing import tiny_config, tiny_model
 from tests.helpers.plans import plan
