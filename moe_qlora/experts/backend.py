@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,13 +16,12 @@ from torch import Tensor
 from ..kernels import cards
 from ..kernels.cards import HALVES, Card, planned_card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
-from ..kernels.weights import PackedWeight, WeightSpec
+from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing.parametrize import is_autocast_on
 from .operands import (
     LoraFactors,
     PackedOperand,
-    active_lora,
     known_record,
     read_operand,
     record_of,
@@ -61,9 +60,10 @@ def read_call(module: Any, x: Tensor) -> Call:
     """Return the weights, LoRA factors and dtypes of a call of `module` with x `(T, H)`."""
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     weights = read_operand(module, names[0]), read_operand(module, names[1])
-    lora = active_lora(module, names[0]), active_lora(module, names[1])
+    source = known_record(module).lora
+    lora = [() if source is None else source.active_lora(name) for name in names]
     autocast = torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else None
-    return Call(names, x, weights, lora, autocast)
+    return Call(names, x, weights, (lora[0], lora[1]), autocast)
 
 
 def stored_transposed(module: Any, weight: Operand | None) -> bool:
@@ -138,16 +138,17 @@ def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a lis
         asked = weight.compute_dtype
         if asked is not None and asked != dtype and autocast is None:
             return f"{name} is to be computed in {asked}, the activations are {dtype}"
-        if isinstance(weight, PackedOperand):  # in a graph, where a cache would not be read
-            plain, supports = weight.lies_on(x.device), _supports.__wrapped__
+        if isinstance(weight, PackedOperand):
+            plain = weight.lies_on(x.device)
         else:
-            codes, supports = weight.flat_codes, _supports
+            codes = weight.flat_codes
             plain = type(codes) is Tensor and codes.device == x.device
         if not plain:
             return f"{name} is sharded, or not on {x.device}"
         if not weight.spec.is_known:
             return f"{name} is packed as {weight.spec.kind}, which no kernel decodes"
-        if not supports(weight.spec):
+        experts, *sizes = weight.spec.shape
+        if not supports_fused(experts, tuple(sizes), weight.spec.blocksize):
             form = f"groups of {GROUP}, or has over {MAX_EXPERTS} experts"
             return f"{name} of shape {tuple(weight.shape)} is not all {form}"
     first, second = (stored_transposed(module, weight) for weight in call.weights)
@@ -167,12 +168,6 @@ def _device_obstacle(device: torch.device, card: Card | None) -> str:
     if device.type == "cuda" and (torch.version.hip is not None or suits(cards.actual(device))):
         return f"the fused kernels do not compile for {device}, or are not right there"
     return f"the fused kernels need CUDA of compute capability 8.0 and Triton, not {device}"
-
-
-@lru_cache(maxsize=256)
-def _supports(spec: WeightSpec) -> bool:
-    experts, *sizes = spec.shape
-    return supports_fused(experts, tuple(sizes), spec.blocksize)
 
 
 def runs_grouped(shape: Sequence[int], x: Tensor, dtype: torch.dtype, card: Any = None) -> bool:

@@ -20,7 +20,7 @@ from ..packing.decoders import Params4bit
 from ..packing.parametrize import iter_packed, load_linears
 from ..world import CHECKED, world
 from .forward_override import remove_liger
-from .operands import lora_source
+from .operands import known_record
 
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
@@ -62,7 +62,7 @@ def _before_forward(model: nn.Module, args: Any) -> None:
         _experts[model] = [*map(weakref.ref, {module: 0 for _, module, _ in iter_packed(model)})]
     for module in (ref() for ref in _experts[model]):
         if module is not None:  # Compiled layers would find Liger's forward in their `__dict__`
-            for each in (module, *getattr(lora_source(module), "wrappers", {}).values()):
+            for each in (module, *getattr(known_record(module).lora, "wrappers", {}).values()):
                 remove_liger(each)
     check_codes(model)
     world().before_forward(model)

@@ -44,6 +44,7 @@ from .projection import no_autocast
 IMPLEMENTATION = "moe_qlora"
 
 _INTERFACE = "transformers.integrations.moe"  # defines transformers' decorator of experts
+_RUN = "_moe_qlora_run"
 BOUND_METHODS = "_moe_qlora_methods"
 """Entry of a model's `__dict__`: the functions by name that were bound to this instance."""
 
@@ -76,7 +77,7 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
             )
         if config is not None and goes_through_interface(module):
             configs[id(config)] = config
-        elif not forward_override.of_liger(module):
+        elif not forward_override.of_liger(type(module)):
             left.append(name)
             continue
         served.append(module)
@@ -88,11 +89,8 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         if id(config) in configs and dispatches(module):
             _prepare(module, getattr(config, "_experts_implementation", None))
     for module in served:
-        if not known_record(module).activated:  # of Liger's class
-            module.__dict__.update(forward_override.LIGER_INTERFACE)
-            _prepare(module, None)
         parametrize.extend_class(module, _class_members)
-        forward_override.take_over(module)
+        _prepare(module, None)  # One of Liger's class; others are
     for config in configs.values():
         # The internal name, as `set_experts_implementation` writes it: the property's setter would
         # also change sub-configurations without packed experts.
@@ -108,18 +106,14 @@ def deactivate(model: nn.Module) -> None:
         record = record_of(module)
         record.activated = False
         parametrize.extend_class(module, None)
-        forward_override.give_back(module)
-        if forward_override.of_liger(module):
-            for name in forward_override.LIGER_INTERFACE:
-                module.__dict__.pop(name, None)
-        else:
+        if not forward_override.of_liger(type(module)):
             config: Any = module.config
             config._experts_implementation_internal = record.previous
 
 
 def can_serve(module: nn.Module) -> bool:
     """Whether `activate` can select `experts_forward` for a module."""
-    return goes_through_interface(module) or forward_override.of_liger(module)
+    return goes_through_interface(module) or forward_override.of_liger(type(module))
 
 
 def goes_through_interface(module: nn.Module) -> bool:
@@ -183,7 +177,8 @@ def experts_forward(
 def _class_members(base: Any) -> Mapping[str, Any]:
     """Return the members that a packed module's class adds to `base`, the plain module's class."""
     run = experts_forward if forward_override.is_ligers(base.forward) else base.forward
-    return forward_override.class_members(base, run)
+    more = forward_override.LIGER_INTERFACE if forward_override.of_liger(base) else {}
+    return {"forward": forward_override.forward_property(_RUN), _RUN: run, **more}
 
 
 def _prepare(module: nn.Module, previous: str | None) -> None:

@@ -139,14 +139,3 @@ def known_record(module: nn.Module) -> ExpertsRecord:
 def set_lora_source(module: nn.Module, source: Any) -> None:
     """Let the module's forward ask `source.active_lora(name)` for factors; None for no LoRA."""
     record_of(module).lora = source
-
-
-def lora_source(module: nn.Module) -> Any:
-    """Return the module's source of LoRA factors, or None."""
-    return known_record(module).lora
-
-
-def active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
-    """Return the LoRA factors of one expert parameter that are active now."""
-    source = known_record(module).lora
-    return () if source is None else source.active_lora(name)

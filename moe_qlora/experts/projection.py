@@ -5,10 +5,9 @@ Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E 
 For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T
 The gate runs under a checkpoint of its own and saves only its input.
 
-The product with packed codes decodes again in backward, which computes the same product with the
-weight the other way round. Both products, with codes and with LoRA's factors, are grouped matmuls
-where the card has them, which decode all experts at once; else a loop over the experts that have
-rows, which decodes one at a time. Sums over a token's rows have one order.
+Backward decodes again and multiplies by the weight the other way round. Products are grouped
+matmuls where the card has them, which decode all experts at once; else loops over the experts that
+have rows, which decode one at a time. Sums over a token's rows have one order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ..kernels.limits import GROUP
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
-from .backend import Call, Operand, has_grouped, runs_grouped, stored_transposed
+from .backend import Call, has_grouped, runs_grouped, stored_transposed
 from .kept import pop_saved, save
 from .operands import packed_weight
 
@@ -103,8 +102,13 @@ def _project(
         y = _product(rows.to(plain.dtype), plain if module.is_transposed else plain.mT, offsets)
     else:  # as in Linear4bit, whose product runs in autocast's dtype
         cast_rows = rows.to(call.autocast or weight.compute_dtype or x.dtype)
-        how = stored_transposed(module, weight), which == 0
-        y = _packed_product(weight, cast_rows, offsets, *how)
+        # The first is what a checkpoint that saves tensors of the experts saves
+        transposed, keeps = stored_transposed(module, weight), which == 0
+        if isinstance(weight, PackedWeight):
+            y = _PackedProduct.apply(weight, transposed, keeps, offsets, cast_rows)
+        else:
+            packed = weight.tensors, weight.numbers, weight.dtype, transposed, keeps
+            y = torch.ops.moe_qlora.experts_projection(cast_rows, offsets, *packed)
     if module.has_bias:
         bias = getattr(module, f"{name}_bias")
         # Its gradient sums thousands of rows, on a GPU by atomics: in fp32
@@ -124,17 +128,6 @@ def _project(
 def _product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """Return x's sorted rows `(R, K)` times their expert's matrix of `(E, K, N)`, in x's dtype."""
     return cast(Tensor, torch.ops.moe_qlora.experts_product(x, matrices, offsets))
-
-
-def _packed_product(weight: Operand, x: Tensor, offsets: Any, transposed: bool, keeps: bool) -> Any:
-    """Return rows `(R, K)` times packed matrices, `(E, in, out)` where transposed.
-
-    `keeps`: whether a checkpoint that saves tensors of the experts saves the product.
-    """
-    if isinstance(weight, PackedWeight):
-        return _PackedProduct.apply(weight, transposed, keeps, offsets, x)
-    packed = weight.tensors, weight.numbers, weight.dtype
-    return torch.ops.moe_qlora.experts_projection(x, offsets, *packed, transposed, keeps)
 
 
 class _PackedProduct(torch.autograd.Function):

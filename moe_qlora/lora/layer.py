@@ -136,10 +136,6 @@ class ParamWrapper(StockParamWrapper):
 
     forward = forward_property("_forward")
 
-    def train(self, mode: bool = True) -> Any:
-        bound_forward(self)
-        return super().train(mode)
-
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
@@ -181,11 +177,11 @@ class ParamWrapper(StockParamWrapper):
             if name in a
         )
 
-    def check_dropped(self, factors: tuple[LoraFactors, ...], bound: Any = None) -> None:
-        """Raise where dropout would apply to the input of another forward, `bound`."""
+    def check_dropped(self, factors: tuple[LoraFactors, ...]) -> None:
+        """Raise where dropout would apply to the input of another forward."""
         if not self.training or all(adapter.dropout is None for adapter in factors):
             return
-        bound = bound or bound_forward(self.get_base_layer())
+        bound = bound_forward(self.get_base_layer())
         seen = "this model runs another one; call model.set_experts_implementation('moe_qlora')"
         if bound is not None:
             name = getattr(bound, "__qualname__", type(bound).__name__)
@@ -227,15 +223,11 @@ class ParamWrapper(StockParamWrapper):
                 raise
             inner = unwrapped(base)
             wrapper = None if self.lora_source is None else self.lora_source.wrappers.get(name)
-            # A forward that other code has bound here was written for the module inside.
-            bound = bound_forward(self)
-            if name not in packed_names(inner) and wrapper is None and bound is None:
+            if wrapper is not None:
+                return wrapper.read_adapted(inner)
+            if name not in packed_names(inner):
                 raise
-            if wrapper is None:
-                return getattr(inner, name)
-            if bound is not None and "_old_forward" not in self.__dict__:  # which a hook has
-                wrapper.check_dropped(wrapper.active_factors(), bound)
-            return wrapper.read_adapted(inner)
+            return getattr(inner, name)
 
     # The factors.
 

@@ -73,9 +73,9 @@ class RowLengths:
     """Which lengths rows are filled up to, and which sizes their tables of segments have.
 
     CUDA graphs are recorded for the next power of two where no recorded length serves a row (filled
-    to 69 %), and for its own length, a quarter of a power of two, once that has come often (89 %).
-    Recorded rows of up to four times the tokens are quicker than rows that are not recorded. Where
-    memory holds no other length, those that are recorded serve.
+    to 69 %), and for its own length once that has come often (89 %). Recorded rows of up to four
+    times the tokens are quicker than rows that are not. Where memory holds no other length, those
+    that are recorded serve.
     """
 
     def __init__(self, largest: int) -> None:
@@ -90,19 +90,19 @@ class RowLengths:
         self.alone, size = False, table_size(segments)
         if tokens > self.largest:
             return rounded(tokens), size, False
-        own = self._of(rounded(tokens)), size
+        length = min(max(rounded(tokens), _SHORT), self.largest)
+        own = length, size
         self._came[own] += 1
         if own in self.recorded:
             return *own, True
-        free = self._is_free(own[0])
+        long = [each for each in self.recorded if each[0] >= length]
+        free = self._is_free(length)
         if not (free and self._came[own] >= _OFTEN):
-            long = [each for each in self.recorded if each[0] >= own[0]]
             fits = [each for each in long if each[1] >= size]
-            serve = [each for each in fits if not free or each[0] <= 4 * own[0]]
-            if serve:
+            if serve := [each for each in fits if not free or each[0] <= 4 * length]:
                 return *min(serve), True
-            wide = self._of(1 << (own[0] - 1).bit_length()), size
-            own = wide if self._is_free(wide[0]) else own
+            wide = min(1 << (length - 1).bit_length(), self.largest)
+            own = (wide if self._is_free(wide) else length), size
             if not free:
                 self.alone = len(self.recorded) < _RECORDED
                 if not (self.alone and long):
@@ -111,9 +111,6 @@ class RowLengths:
                 self.recorded.remove(min(long))
         self.recorded.append(own)
         return *own, True
-
-    def _of(self, length: int) -> int:
-        return min(max(length, _SHORT), self.largest)
 
     def _is_free(self, length: int) -> bool:
         lengths = [each for each, _ in self.recorded]
@@ -201,7 +198,6 @@ class FlatRows:
         stack.forward = self
 
     def remove(self) -> None:
-        """Restore the stack's forward and its attention."""
         held = vars(self.stack)
         self._watch.close()
         if held.get(_FLAT) is self:
@@ -260,16 +256,17 @@ def _reason(stack: Any, given: dict[str, Any], cached: bool) -> str | None:
         return "asks for attention weights (output_attentions)"
     if tokens_of(given) is None:
         return "has neither input_ids nor inputs_embeds"
-    tokens, (mask, positions) = tokens_of(given).shape[:2], map(given.get, PLACES)
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens):
-        return "has an attention_mask that is not one of its tokens"
-    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() == 2):
-        return "has position_ids of several axes"
-    known = (*PLACES, *_OF_LOSS, *OF_SEGMENTS)
+    tokens = tokens_of(given).shape[:2]
     for name, value in given.items():
-        other = isinstance(value, Tensor) and name not in known and value.dim() > 1
-        if other and value.shape[:2] != tokens:
-            return f"has {name} of shape {tuple(value.shape)}"
+        if value is None or name in (*_OF_LOSS, *OF_SEGMENTS):
+            continue
+        shape = tuple(getattr(value, "shape", ()))
+        if name in PLACES:
+            fits = shape == tokens or (name == "position_ids" and shape == (1, tokens[1]))
+        else:
+            fits = len(shape) < 2 or shape[:2] == tokens
+        if not fits:
+            return f"has {name} of shape {shape}, for tokens of shape {tuple(tokens)}"
     return None
 
 
@@ -328,7 +325,6 @@ class _Row:
         return row
 
     def has_tokens(self, value: Any) -> bool:
-        """Whether an argument is of the batch's tokens."""
         return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == self.shape
 
     def gathered(self, x: Tensor) -> Tensor:

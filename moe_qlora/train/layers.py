@@ -68,35 +68,30 @@ class LayerRunner:
         return self._run(level, inputs, kwargs, **how)
 
     def _level_of(self, args: Any, kwargs: Any) -> str:
-        """Return the level of a call: more or longer sequences than promised are computed again."""
+        """Return the level of a call: more or longer sequences than promised are computed again.
+
+        Longer ones in fewer rows are: attention may take memory by the square of the length.
+        """
         if self.level is None:
             return levels.RECOMPUTE
-        if (said := self._exceeds(args, kwargs)) is None:
+        x = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(x, Tensor):
+            return self.level
+        (batch, length), rows = self.promised, x.dim() > 2
+        tokens = x.shape[:2].numel() if rows else x.shape[0]
+        if tokens <= batch * length and not (rows and x.shape[1] > length):
             return self.level
         if not torch.compiler.is_compiling() and not self.warned:
-            self.warned.append(said)
+            self.warned.append(
+                f"has {tokens} tokens in sequences of {x.shape[1] if rows else tokens}, and "
+                f"{batch} x {length} were promised (batch_size x seq_len)"
+            )
             _log.warning(
                 "fit_memory: a batch %s: its layers are computed again in backward, and may take "
                 "more memory than was planned.",
-                said,
+                self.warned[0],
             )
         return levels.RECOMPUTE
-
-    def _exceeds(self, args: Any, kwargs: Any) -> str | None:
-        """Return in words what of a call is more than was promised, or None.
-
-        Longer sequences in fewer rows are: attention may take memory by the square of the length.
-        """
-        x = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(x, Tensor):
-            return None
-        batch, length = self.promised
-        tokens = x.shape[:2].numel() if x.dim() > 2 else x.shape[0]
-        if tokens > batch * length:
-            return f"has {tokens} tokens, and {batch * length} were promised (batch_size x seq_len)"
-        if x.dim() > 2 and x.shape[1] > length:
-            return f"has sequences of {x.shape[1]} tokens, and {length} were promised (seq_len)"
-        return None
 
     def end(self) -> None:
         """Restore the layer's forward, unless it is fitted or recorded still."""

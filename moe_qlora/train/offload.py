@@ -6,14 +6,13 @@
       DeviceSlot        memory on the device, with a copy of one layer
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
-it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
-slot is saved between them: autograd keeps a function that fetches (`PackedWeight.refetch`).
+it. A forward, a recomputation and a backward each fetch the weight that they read: autograd keeps a
+function that fetches (`PackedWeight.refetch`), and nothing of a slot.
 
-A fetch returns a `Lease`. As long as it is referenced, the slot keeps its layer; a later copy to it
-waits for what the device was given to compute until the lease's end. So an exception cannot leave a
-slot taken: where a traceback keeps a lease, another layer of the same slot gets memory of its own.
-A layer always has the same slot, by its place: a CUDA graph that was recorded within a lease reads
-its address, and is replayed within another. Neighbours are in different ones.
+A fetch returns a `Lease`. While it is referenced, the slot keeps its layer, and a later copy to it
+waits for all that the device was given until its end. Where a traceback keeps a lease, another
+layer of the same slot gets memory of its own. A layer always has the same slot, which neighbours do
+not share: a CUDA graph that was recorded within a lease is replayed within another.
 
     compute stream   | wait for ready | kernels that read the slot | mark |
     copy stream                                                           | wait for mark | copy |
@@ -51,13 +50,12 @@ class HostMemory(mmap.mmap):
 
     locked_at = 0  # The address that CUDA has page-locked
 
-    def __new__(cls, nbytes: int, device: torch.device) -> HostMemory:
+    def __new__(cls, nbytes: int) -> HostMemory:
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         return super().__new__(cls, -1, nbytes, **flags)
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.lock(device)
 
     def tensor(self, first: int, nbytes: int) -> Tensor:
         """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
@@ -165,6 +163,7 @@ class Offload:
         try:
             for place, lists in enumerate(groups.values()):
                 self._blocks.append(_Layer(lists, self, place))
+                self._blocks[-1].refresh()
         except BaseException:
             self.remove()
             raise
@@ -202,11 +201,12 @@ class Offload:
         if names and count != len(blocks):
             self._drop_slots()
             while len(blocks) > count:
-                blocks[0].leave()  # One that does not fit on the device stays where it is
+                blocks[0].leave()
                 del blocks[0]
             while len(blocks) < count:
                 place = len(names) - len(blocks) - 1
                 blocks.insert(0, _Layer(self._groups[names[place]], self, place))
+                blocks[0].refresh()
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
@@ -312,39 +312,29 @@ class Offload:
 
 
 class _Layer:
-    """One decoder layer's packed experts in host memory."""
+    """One decoder layer's packed experts, with their place in host memory."""
 
     def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
         self.offload, self.place, self._records, end = offload, place, list[_Hosted](), 0
         for same in tied_lists(lists):
             self._records.append(_Hosted(self, same, end))
             end = self._records[-1].end
-        self.store = HostMemory(end, offload.device)
+        self.store = HostMemory(end)
+        self.store.lock(offload.device)
         self.memory = self.store.tensor(0, end)
-        self.refresh()
-        self._settle(*self._records)
 
     def refresh(self) -> None:
         """Write to host memory what is not there, as what load_state_dict has changed."""
-        if changed := [record for record in self._records if record.state() != record.seen]:
-            self.offload.forget(self)
-            # All copies first: after an error, a layer stays whole where it is.
-            copies = [record.written(self.store) for record in changed]
-            for record, tensors in zip(changed, copies, strict=True):
-                record.hold(tensors)
+        for record in self._records:
+            if record.state() != record.seen:
+                self.offload.forget(self)
+                record.write()
 
     def leave(self) -> None:
-        copies = [record.on_device(self.offload.device) for record in self._records]
-        for record, tensors in zip(self._records, copies, strict=True):
-            record.hold(tensors)
-        self._settle(*[None] * len(self._records))
-        self._records.clear()
+        while self._records:
+            self._records[-1].leave()  # One that does not fit on the device stays where it is
+            del self._records[-1]
         del self.store, self.memory
-
-    def _settle(self, *hosts: _Hosted | None) -> None:
-        for record, host in zip(self._records, hosts, strict=True):
-            for each in record.lists:
-                each.settle(host)
 
 
 class _Hosted:
@@ -393,8 +383,8 @@ class _Hosted:
         self.layer.offload.move(device)
 
     @torch.no_grad()
-    def written(self, store: HostMemory) -> list[Tensor]:
-        """Return copies in host memory, of tensors that are not there."""
+    def write(self) -> None:
+        """Put tensors that are not in host memory there."""
         copies = []
         with torch.inference_mode(False):
             for (first, nbytes), held in zip(self._parts, held_tensors(self.lists[0]), strict=True):
@@ -405,22 +395,28 @@ class _Hosted:
                         "was replaced by one in another format: call remove() on what "
                         "offload_experts returned before loading it."
                     )
-                copies.append(store.tensor(first, nbytes).view(held.dtype).view(held.shape))
-                if copies[-1].data_ptr() != held.data_ptr():
-                    copies[-1].copy_(held.detach())
-        return copies
-
-    def on_device(self, device: torch.device) -> list[Tensor]:
-        with torch.no_grad(), torch.inference_mode(False):
-            return [each.detach().to(device, copy=True) for each in held_tensors(self.lists[0])]
+                to = self.layer.store.tensor(first, nbytes).view(held.dtype).view(held.shape)
+                copies.append(to if to.data_ptr() == held.data_ptr() else to.copy_(held.detach()))
+        self._hold(copies, self)
 
     @torch.no_grad()
-    def hold(self, tensors: Sequence[Tensor]) -> None:
+    def leave(self) -> None:
+        """Put the tensors on the device, unless `write` has failed before."""
+        if self.seen is not None:
+            device = self.layer.offload.device
+            with torch.inference_mode(False):
+                held = held_tensors(self.lists[0])
+                self._hold([each.detach().to(device, copy=True) for each in held], None)
+
+    def _hold(self, tensors: Sequence[Tensor], host: _Hosted | None) -> None:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self.lists[0]), tensors, strict=True):
                 old.data = new
         self.seen = self.state()
         self._views.clear()
+        for each in self.lists:
+            if each.host is not host:
+                each.settle(host)
 
 
 class DeviceSlot:
@@ -474,11 +470,9 @@ class Copier:
         return torch.cuda.current_stream(self.device) if self.on_cuda else self.stream
 
     def records(self) -> bool:
-        """Return True while the caller's stream is captured as a CUDA graph."""
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self.on_cuda:
             # When it is freed, torch gives it to nobody before the copies to it are done.

@@ -119,17 +119,10 @@ def _mask(original: str, **kwargs: Any) -> Any:
 
 
 def _attention(
-    original: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    *args: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
+    original: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any = None, *args: Any, scaling: float | None = None, dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention `(B, T, heads, D)` of queries `(B, heads, T, D)`."""
     if isinstance(attention_mask, SegmentMask):
         if torch.is_autocast_enabled(query.device.type):
@@ -145,19 +138,16 @@ def _attention(
             attention_mask = torch.where(attention_mask, 0.0, least).to(query.dtype)
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and original not in _DENSE:
         original = "sdpa"
-    function = _function(original, module)
+    if original == "eager":  # The model's own file has it
+        function = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        function = ALL_ATTENTION_FUNCTIONS[original]
     out: tuple[Tensor, Tensor | None] = function(
         module, query, key, value, attention_mask, *args, scaling=scaling, dropout=dropout, **kwargs
     )
     return out
-
-
-def _function(name: str, module: nn.Module) -> Any:
-    if name == "eager":  # The model's own file has it
-        return sys.modules[type(module).__module__].eager_attention_forward
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _dense(mask: SegmentMask, length: int) -> Tensor:
@@ -170,13 +160,9 @@ def _dense(mask: SegmentMask, length: int) -> Tensor:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: SegmentMask,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: SegmentMask, sinks: Tensor | None,
     scaling: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return attention over segments `(1, L, heads, D of values)`, by flash kernels.
 
     Queries are `(1, heads, L, D)`, keys and values `(1, key heads, L, D)` in 16 bit; the D of
@@ -234,15 +220,9 @@ def _register() -> None:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    sizes: Tensor,
-    sinks: Tensor | None,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, sinks: Tensor | None,
+    window: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out, lse = kernel_forward(q, k, v, offsets, sizes, window, scale)
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.float()[:, None])

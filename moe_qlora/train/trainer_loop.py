@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -40,15 +41,13 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
         model: The model that the loop calls: a transformers model, or a PEFT model around one.
     """
     base: Any = base_model(model)
-    tree, undo = _Tree(model, getattr(base, "num_parameters", None)), ExitStack()
-    # A method that other code has put on the instance stays. Packing puts a count: wrap it.
-    names = [(model, n) for n in ("named_parameters", "train", "_apply") if n not in vars(model)]
-    for module, name in [*names, *([(base, "num_parameters")] if tree.count else [])]:
-        before = vars(module).get(name)
-        vars(module)[name] = getattr(tree, name)
-        undo.callback(
-            vars(module).pop if before is None else vars(module).__setitem__, name, before
-        )
+    tree, undo = _Tree(model, base), ExitStack()
+    owners = {"named_parameters": model, "train": model, "_apply": model, "num_parameters": base}
+    for name, module in owners.items():
+        # A method that other code has put on the instance stays
+        if name not in vars(module) and hasattr(module, name):
+            vars(module)[name] = getattr(tree, name)
+            undo.callback(vars(module).pop, name, None)
     undo.callback(registers.register_module_module_registration_hook(tree.forget).remove)
     undo.callback(registers.register_module_parameter_registration_hook(tree.forget).remove)
     return undo.close
@@ -57,8 +56,8 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
 class _Tree:
     """The modules below a root. A bound method of it is copied with the model by `deepcopy`."""
 
-    def __init__(self, root: nn.Module, count: Callable[..., int] | None) -> None:
-        self.root, self.count = root, count
+    def __init__(self, root: nn.Module, base: Any) -> None:
+        self.root, self.base = root, base
         self._adapters = -1  # Number of adapters when all was listed; -1: list again
         self._modules: list[nn.Module] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
@@ -90,12 +89,12 @@ class _Tree:
         return type(self.root)._apply(self.root, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        assert self.count is not None
+        count = partial(type(self.base).num_parameters, self.base)
         if only_trainable:  # requires_grad may change from one call to the next
-            return self.count(only_trainable, exclude_embeddings)
+            return count(only_trainable, exclude_embeddings)
         counts = self.look()._counts
         if exclude_embeddings not in counts:
-            counts[exclude_embeddings] = self.count(only_trainable, exclude_embeddings)
+            counts[exclude_embeddings] = count(only_trainable, exclude_embeddings)
         return counts[exclude_embeddings]
 
 

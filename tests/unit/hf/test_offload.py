@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -87,8 +86,8 @@ class Watch:
         loose: dict[Any, int] = {}
         make, hold = host_memory.HostMemory.__init__, PackedWeight.__init__
 
-        def made(memory: Any, nbytes: int, device: torch.device) -> None:
-            make(memory, nbytes, device)
+        def made(memory: Any, nbytes: int) -> None:
+            make(memory, nbytes)
             self.count, self.moved = self.count + 1, self.moved + nbytes
             alive = sum(n for ref, n in loose.items() if not ref.expired())
             self.most = max(self.most, self.moved + alive)

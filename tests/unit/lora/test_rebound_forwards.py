@@ -60,8 +60,16 @@ def hook(module: Any) -> None:
     add_hook_to_module(module, ModelHook())
 
 
-@pytest.mark.parametrize("where", [outermost, innermost, None])
-@pytest.mark.parametrize(("rebind", "tolerance"), [(bind, 1e-5), (hook, 0.0)])
+@pytest.mark.parametrize(
+    ("rebind", "where", "tolerance"),
+    [
+        (bind, innermost, 1e-5),
+        (bind, None, 1e-5),
+        (hook, innermost, 0.0),
+        (hook, outermost, 0.0),
+        (hook, None, 0.0),
+    ],
+)
 def test_lora_counts_once_for_two_adapters(rebind, tolerance, where):
     """None: bound before PEFT wraps the experts."""
     expected, base = adapted(), build()
@@ -83,13 +91,16 @@ def test_dropout():
     for module in innermost(model):
         hook(module)
     assert_close(expected, run(model), 0.0)
-    for where in (innermost, outermost):
-        model = adapted(dropout=0.5)
-        for module in where(model):
-            bind(module)
-        with pytest.raises(AdapterError, match="is bound as the forward of these"):
-            run(model)
-        assert torch.isfinite(model.eval()(input_ids=IDS).logits).all()
+    model = adapted(dropout=0.5)
+    for module in innermost(model):
+        bind(module)
+    with pytest.raises(AdapterError, match="is bound as the forward of these"):
+        run(model)
+    assert torch.isfinite(model.eval()(input_ids=IDS).logits).all()
+    for module in outermost(model):  # Where it was not written for
+        bind(module)
+    with pytest.raises(AttributeError, match="act_fn"):
+        run(model)
 
 
 def test_hooks_leave_no_trace():

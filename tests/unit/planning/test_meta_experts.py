@@ -38,7 +38,7 @@ def allocations(module, tokens, device):
     packed = [parametrize.read_packed(module, name) for name in NAMES]
     known = [*module.parameters(), *module.buffers(), x, weights, index, grad]
     known += [tensor for weight in packed for tensor in weight.statistics]
-    lora = [each for name in NAMES for each in operands.active_lora(module, name)]
+    lora = [each for name in NAMES for each in operands.known_record(module).lora.active_lora(name)]
     known += [factor for each in lora for factor in (each.a, each.b)]
     tracker = MemoryTracker(known, E)
     with tracker:
