@@ -35,14 +35,14 @@ from common import (
     times,
     words_of,
 )
-from shapes import meta_model, quantization, random_mxfp4, whole_config
+from model import build as build_whole
+from shapes import quantization, random_mxfp4, whole_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
 from moe_qlora.kernels import cards, workspace
 from moe_qlora.packing import parametrize
-from moe_qlora.testing import fill_randomly
 
 PEERS = ("ours", "frozen", "peft")
 OURS = ("ours", "mxfp4", "portable")
@@ -91,7 +91,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, str, 
     config = whole_config(options.shape, layers=4, tiny=options.tiny)
     text = config.get_text_config()
     text.vocab_size, text.pad_token_id = 64, None
-    model: Any = fill_randomly(meta_model(config), device).requires_grad_(False)
+    model: Any = build_whole(config, device).requires_grad_(False)
     model.set_experts_implementation("grouped_mm")
     name = next(m.name for m in moe_qlora.detect(model).modules if m.dispatches)
     choices = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
