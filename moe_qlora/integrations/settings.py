@@ -142,14 +142,14 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
         value = getattr(cfg, key, None)
         return getattr(value, "value", value)  # of an enumeration
 
-    adapter, bits, names = get("adapter"), 4 if get("load_in_4bit") else 8, ["all-linear"]
+    adapter, bits = get("adapter"), 4 if get("load_in_4bit") else 8
     if adapter not in ("lora", "qlora") or not get(f"load_in_{bits}bit"):
         raise ConfigError(
             f"adapter is {adapter!r}, and plans are of LoRA on packed weights: set adapter: qlora "
             "with load_in_4bit: true."
         )
-    if not get("lora_target_linear"):
-        names = get("lora_target_modules") or []
+    names: Any = get("lora_target_modules") or []
+    names = ["all-linear"] if get("lora_target_linear") else names
     if isinstance(names, str):
         raise ConfigError(f"lora_target_modules is {names!r:.80}, and plans take a list of names.")
     block = ExpertsSettings.read(get(BLOCK))

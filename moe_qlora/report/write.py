@@ -72,7 +72,7 @@ def write_report(
     if model is not None:
         sections["Bytes"] = _bytes(model, quantization_config, trust_remote_code)
     if against is not None:
-        checked = verify(weights or str(source), against, trust_remote_code=trust_remote_code)
+        checked = verify(weights or title, against, trust_remote_code=trust_remote_code)
         rows = [("relative error", "mean", "max of an expert")]
         for name in dict.fromkeys(name_pattern(error.name) for error in checked.errors):
             errors = [error for error in checked.errors if name_pattern(error.name) == name]
@@ -121,7 +121,7 @@ def _bytes(model: Any, quantization: Any, remote: bool) -> list[Any]:
     said = f"Packed as {meta.kind}" if meta.kind else "Nothing is packed"
     said += f": {human_bytes(meta.unpacked)} before, {human_bytes(sum(sizes.values()))} after."
     kinds = ((p.pattern, p.role, p.shape, packed.get(p.name, p.dtype_name)) for p in meta.layout)
-    experts = [("experts", "role", "shape", "codec", "count")]
+    experts: list[Any] = [("experts", "role", "shape", "codec", "count")]
     experts += [(*key, count) for key, count in Counter(kinds).items()]
     return [said, *source.notes, [(name, human_bytes(n)) for name, n in sizes.items()], experts]
 

@@ -118,22 +118,11 @@ def test_every_unpacked_stack_is_named(folder: Path) -> None:
 
 
 def test_settings_leave_experts_unpacked(folder: Path) -> None:
-    host = ExpertsHost({"skip_modules": ["model.layers.0"]})
-    model = build(folder, host)
+    model = build(folder, ExpertsHost({"skip_modules": ["model.layers.0"]}))
     assert len(packed(model)) == 2 and not any(".layers.0." in name for name in packed(model))
-    # what the settings skip is no fault, and without them it is
-    model.config.quantization_config.llm_int8_skip_modules = None
-    host.after_build(model)
-    with pytest.raises(QuantizationError, match=r"2 of 4 .*layers\.0\.mlp\.experts"):
-        ExpertsHost().after_build(model)
     host = ExpertsHost({"pack_experts": False})
-    with host.loading(NF4):
-        model = load(folder)
-        assert not is_enabled()
-    assert host.after_build(model) is None and packed(model) == []
-    config = host.before_peft(model, lora())
-    assert config.target_parameters is None
-    assert host.after_peft(peft.get_peft_model(model, config)) is not None
+    model = build(folder, host)
+    assert packed(model) == [] and host.before_peft(model, lora()).target_parameters is None
 
 
 def lora(**more: Any) -> LoraConfig:
@@ -201,47 +190,28 @@ def test_packing_is_off_on_every_way_out(folder: Path) -> None:
     assert not is_enabled()
     with host:
         host.before_build()
+        assert is_enabled()
     assert not is_enabled()
     host.before_build(NF4)
-    assert is_enabled()
     with pytest.raises(DetectionError):
         host.after_build(nn.Linear(2, 2))
     assert not is_enabled()
 
 
-REFUSALS: list[tuple[Any, Any, Any, str]] = [
-    ({}, lambda host, _: host.after_build(nn.Linear(2, 2)), DetectionError, "no fused expert"),
-    (
-        {}, lambda host, _: host.after_build(tiny_model("qwen3_moe")),
-        ConfigError, "loaded without a BitsAndBytesConfig",
-    ),
-    (
-        {}, lambda host, _: host.before_build(BitsAndBytesConfig()),
-        ConfigError, "neither 4 nor 8 bit",
-    ),
-    (
-        {"lora_experts": True},
-        lambda host, model: host.after_peft(peft.get_peft_model(model, lora())),
-        AdapterError, r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj",
-    ),
-    (
-        {"lora_experts": True}, lambda host, model: host.after_peft(model),
-        AdapterError, r"lora_experts is set, and the model has no adapter",
-    ),
-    (
-        {"lora_experts": ["up"]}, lambda host, model: host.before_peft(model, lora()),
-        ConfigError, r"'up'; this model has \['down', 'gate_up'\]",
-    ),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("block", "call", "error", "words"), REFUSALS)
-def test_refusals(block: Any, call: Any, error: Any, words: str, folder: Path) -> None:
-    host = ExpertsHost(block)
-    with host.loading(NF4):
-        model = load(folder)
-    with pytest.raises(error, match=words):
-        call(host, model)
+def test_refusals(folder: Path) -> None:
+    model, plain = build(folder, ExpertsHost()), tiny_model("qwen3_moe")
+    for block, call, error, words in (
+        ({}, lambda host: host.after_build(plain), ConfigError, "without a BitsAndBytesConfig"),
+        ({}, lambda host: host.before_build(BitsAndBytesConfig()), ConfigError, "neither 4 nor 8"),
+        (True, lambda host: host.after_peft(model), AdapterError, "the model has no adapter"),
+        (["up"], lambda host: host.before_peft(model, lora()), ConfigError, r"has \['down', 'gate"),
+        (
+            True, lambda host: host.after_peft(peft.get_peft_model(model, lora())),
+            AdapterError, r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            call(ExpertsHost({"lora_experts": block or False}))
 
 
 @pytest.fixture
