@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from . import registry
 from .errors import CheckpointError, ConfigError
@@ -142,35 +142,6 @@ def _initialise(model: nn.Module, config: PretrainedConfig) -> None:
         for buffer in model.buffers():
             if buffer.is_floating_point() and bool(torch.isnan(buffer).any()):
                 buffer.zero_()
-
-
-def fill_randomly(
-    model: nn.Module, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
-) -> nn.Module:
-    """Give a model on meta its own random initialization on a device, in place, and return it.
-
-    Memory is taken for one module at a time, so that `each`, called with every module's full name
-    and the module once it has its own weights, can pack models that do not fit in 16 bit.
-    """
-    import torch
-    from transformers import PreTrainedModel
-
-    modules = dict(model.named_modules())
-    for name, module in reversed(modules.items()):  # what a module holds comes before it
-        host: Any = modules[name]
-        owner = name
-        while not isinstance(host, PreTrainedModel):
-            owner = owner.rpartition(".")[0]
-            host = modules[owner]
-        module.to_empty(device=device, recurse=False)
-        with torch.no_grad():  # zeros: a class may leave out some in initializing
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                tensor.zero_()
-        host._init_weights(module)
-        if each is not None:
-            each(name, module)
-    cast("Any", model).tie_weights()
-    return model
 
 
 def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str, Any]:

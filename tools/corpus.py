@@ -20,10 +20,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from importlib import import_module
@@ -38,17 +37,11 @@ FIXTURES = ROOT / "tests" / "fixtures" / "0.2"
 TOLERANCES = {"int8": 2e-2, "gpu": 1e-1}  # int8 rounds activations as well; bf16 on a GPU
 TOLERANCE = 1e-3
 PLAN_TOLERANCE = 0.03
-_ABOUT = "about"
-
-Difference = tuple[str, Any, Any]
-
-
-# --- comparison -----------------------------------------------------------------------------------
 
 
 def differences(
     recorded: Any, seen: Any, tolerance: float, field: str = "", floor: float = 0.0
-) -> Iterator[Difference]:
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the field, what was recorded, and what is seen now, wherever these differ."""
     if isinstance(recorded, dict) and isinstance(seen, dict):
         inside = PLAN_TOLERANCE if field == "plan" else tolerance
@@ -76,35 +69,23 @@ def _is_fingerprint(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(v) is float for v in value)
 
 
-# --- the data -------------------------------------------------------------------------------------
-
-
 def read(folder: Path) -> dict[str, Any]:
     """Return what was recorded of each entry."""
-    found: dict[str, Any] = {}
-    for file in sorted(folder.glob("*.json")):
-        if file.stem != _ABOUT:
-            parts = json.loads(file.read_text(encoding="utf-8"))
-            found |= {f"{file.stem}/{codec}": part for codec, part in parts.items()}
-    return found
+    return {
+        f"{file.stem}/{codec}": part
+        for file in sorted(folder.glob("*.json"))
+        for codec, part in json.loads(file.read_text(encoding="utf-8")).items()
+    }
 
 
-def write(folder: Path, measured: dict[str, Any]) -> None:
-    """Overwrite these entries, a file for each model type, a line for each value."""
+def write(folder: Path, entry: str, measured: Any) -> None:
+    """Overwrite an entry in the file of its model type, a line for each value."""
     folder.mkdir(parents=True, exist_ok=True)
-    for kind in sorted({entry.split("/")[0] for entry in measured}):
-        file = folder / f"{kind}.json"
-        parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        parts |= {e.split("/", 1)[1]: m for e, m in measured.items() if e.split("/")[0] == kind}
-        file.write_text(_lines(dict(sorted(parts.items()))) + "\n", encoding="utf-8")
-    from importlib.metadata import version
-
-    names = ("torch", "transformers", "peft", "bitsandbytes")
-    about = folder / f"{_ABOUT}.json"
-    told = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {"commits": {}}
-    told["commits"] |= dict.fromkeys(measured, _commit())
-    told["versions"] = {name: version(name) for name in names}
-    about.write_text(_lines(told) + "\n", encoding="utf-8")
+    kind, codec = entry.split("/", 1)
+    file = folder / f"{kind}.json"
+    parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    parts[codec] = measured
+    file.write_text(_lines(dict(sorted(parts.items()))) + "\n", encoding="utf-8")
 
 
 def _lines(value: Any, indent: int = 0) -> str:
@@ -115,76 +96,55 @@ def _lines(value: Any, indent: int = 0) -> str:
     return "{\n" + ",\n".join(inside) + "\n" + " " * indent + "}"
 
 
-def _commit() -> str:
-    asked = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Record or check; returns the exit code."""
-    options = _options(arguments)
+    options = _options()
     if options.command == "fixtures":
         from tools.corpus_fixtures import write_fixtures
 
-        write_fixtures(options.out or FIXTURES, _commit())
+        write_fixtures(options.out or FIXTURES)
         return 0
     source: Any = import_module("tools.corpus_gpu" if options.gpu else "tools.corpus_entries")
-    chosen = _chosen(source.entries(), options.only)
+    names, only = source.ENTRIES, options.only
+    chosen = [name for name in names if not only or {name, *name.split("/")} & {*only}]
+    if not chosen:
+        raise SystemExit(f"no entry is named by --only {' '.join(only)}; there are {names}")
     folder = options.out or (Path(os.environ.get("OUT", "corpus_gpu")) if options.gpu else DATA)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     started, bad = time.monotonic(), 0
     recorded = read(folder) if options.command == "check" else {}
-    for entry, seen in _measured(chosen, options):
-        if isinstance(seen, Exception) or seen is None:
-            bad += seen is not None
-            said = "skipped: needs two GPUs" if seen is None else f"{type(seen).__name__}: {seen}"
-            print(f"{entry}\t(all)\t\t{said[:500]}", flush=True)
+    for entry, seen in _measured(source.measure, chosen, options):
+        found: list[tuple[str, Any, Any]] = []
+        if isinstance(seen, Exception):
+            found = [("(all)", "", f"{type(seen).__name__}: {seen}")]
+        elif seen is None:
+            print(f"{entry}: skipped, needs two GPUs", flush=True)
         elif options.command == "record":
-            write(folder, {entry: seen})
+            write(folder, entry, seen)
             print(f"{entry}: {time.monotonic() - started:.0f} s", flush=True)
         else:
             kind = "gpu" if options.gpu else entry.split("/")[1]
             tolerance = TOLERANCES.get(kind, TOLERANCE)
-            for field, one, two in differences(recorded.get(entry, {}), seen, tolerance):
-                bad += 1
-                print(f"{entry}\t{field}\t{_short(one)}\t{_short(two)}", flush=True)
+            found = list(differences(recorded.get(entry, {}), seen, tolerance))
+        for field, *both in found:
+            print(entry, field, *(json.dumps(value)[:300] for value in both), sep="\t", flush=True)
+        bad += len(found)
     took = time.monotonic() - started
     print(f"{len(chosen)} entries, {bad} differences, {took:.0f} s", file=sys.stderr)
     return int(bad > 0)
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 120 else f"{text[:116]} ..."
-
-
-def _chosen(names: list[str], only: Sequence[str] | None) -> list[str]:
-    if not only:
-        return names
-    chosen = [name for name in names if any(o in (name, *name.split("/")) for o in only)]
-    if not chosen:
-        raise SystemExit(f"no entry is named by --only {' '.join(only)}; there are {names}")
-    return chosen
-
-
-def _measured(names: list[str], options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+def _measured(
+    measure: Callable[..., Any], names: list[str], options: argparse.Namespace
+) -> Iterator[tuple[str, Any]]:
     """Yield each entry and what it measures, in the order in which they end."""
     if options.gpu:
-        from tools.corpus_gpu import measure
-
-        device = options.device or "cuda"
-        yield from ((name, _result(partial(measure, name, device))) for name in names)
+        yield from ((name, _result(partial(measure, name, options.device))) for name in names)
         return
-    from tools import corpus_entries
-
     os.environ["OMP_NUM_THREADS"] = "1"
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        waiting = {pool.submit(corpus_entries.measure, name): name for name in names}
+        waiting = {pool.submit(measure, name): name for name in names}
         for done in as_completed(waiting):
             yield waiting[done], _result(done.result)
 
@@ -196,15 +156,15 @@ def _result(call: Callable[[], Any]) -> Any:
         return error
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("command", choices=["record", "check", "fixtures"])
     parser.add_argument("--only", nargs="+", help="entries, model types or codecs")
     parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--gpu", action="store_true", help="the entries of a GPU")
-    parser.add_argument("--device", help="of --gpu; default: cuda")
+    parser.add_argument("--device", default="cuda", help="of --gpu")
     parser.add_argument("--out", type=Path, help="folder of the data, or of the fixtures")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -53,14 +54,13 @@ PLANNED = ("jetmoe", "llama4_text", "olmoe", "qwen3_moe")  # a rehearsal takes 1
 WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole blocks of 32, as MXFP4 needs
 
 
-def entries() -> list[str]:
-    """Return the names of all entries, those that take longest first."""
-    named = [f"{kind}/nf4" for kind in sorted(TYPES, key=lambda kind: kind not in PLANNED)]
-    for number, kind in enumerate(TYPES):
-        others = ["double", "fp4", "int8"]
-        chosen = others if kind in EVERY_CODEC else [others[number % 3]]
-        named += [f"{kind}/{codec}" for codec in chosen]
-    return ["gpt_oss/mxfp4", "refusals/calls", *named]
+# Those that take longest come first
+ENTRIES = ["gpt_oss/mxfp4", "refusals/calls"]
+ENTRIES += [f"{kind}/nf4" for kind in sorted(TYPES, key=lambda kind: kind not in PLANNED)]
+for _number, _kind in enumerate(TYPES):
+    _others = ["double", "fp4", "int8"]
+    _chosen = _others if _kind in EVERY_CODEC else [_others[_number % 3]]
+    ENTRIES += [f"{_kind}/{_codec}" for _codec in _chosen]
 
 
 def quantization(
@@ -70,9 +70,6 @@ def quantization(
     if "load_in_4bit" in settings:
         settings["bnb_4bit_compute_dtype"] = dtype
     return BitsAndBytesConfig(**settings)
-
-
-# --- numbers that are the same everywhere ---------------------------------------------------------
 
 
 def generic_kernel() -> Any:
@@ -189,9 +186,6 @@ def quietly() -> None:
     disable_progress_bar()
 
 
-# --- one model with one codec ---------------------------------------------------------------------
-
-
 def write_base(model_type: str, folder: Path, **overrides: Any) -> Any:
     """Write a 16-bit folder (float32 here); return the class that loads it."""
     model: Any = tiny_model(model_type, **overrides)
@@ -237,7 +231,10 @@ def settle(model: Any) -> Any:
 def output(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Return the logits, or the last hidden states of a model that has none."""
     torch.manual_seed(0)  # some models draw what they begin with
-    found = model(**inputs, use_cache=False)
+    return _logits(model(**inputs, use_cache=False))
+
+
+def _logits(found: Any) -> Tensor:
     return found.logits if getattr(found, "logits", None) is not None else found[0]
 
 
@@ -249,11 +246,9 @@ def step(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         found = model(**inputs, **labels, use_cache=False)
     except TypeError:
         found = model(**inputs, use_cache=False)
-    logits = found.logits if getattr(found, "logits", None) is not None else found[0]
-    loss = getattr(found, "loss", None)
+    logits, loss = _logits(found), getattr(found, "loss", None)
     if loss is None:
-        signs = grid("loss", logits.shape, bits=10).to(logits)
-        loss = (logits * signs).mean()
+        loss = (logits * grid("loss", logits.shape, bits=10).to(logits)).mean()
     loss.backward()
     return logits, loss
 
@@ -261,10 +256,6 @@ def step(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 def close(left: Tensor, right: Tensor, tolerance: float = 1e-4) -> bool:
     alike = torch.equal(left, right)  # infinities among them
     return alike or float((left - right).norm()) <= tolerance * float(right.norm())
-
-
-def gradients(model: nn.Module) -> dict[str, Any]:
-    return fingerprints({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
 
 
 def attempt(found: dict[str, Any], name: str, call: Callable[[], Any]) -> bool:
@@ -337,13 +328,13 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     logits, loss = step(model, inputs)
     found["logits"]["lora"] = fingerprint("logits", logits)
     found["loss"] = float(f"{float(loss.detach()):.6g}")
-    found["gradients"] = gradients(model)
+    weights = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    found["gradients"] = fingerprints(weights)
     if attempt(found, "adapter", lambda: _adapter(model, root / "adapter")):
         with torch.no_grad():
             ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
         equal = {"load_adapter": close(ours, logits.detach(), 1e-5)}
         found["reload"]["adapter equal"] = equal
-    merged = root / "merged"
     kept = read_tensors(root / "base")
     settings = {} if codec == "mxfp4" else {"quantization_config": config}
 
@@ -356,7 +347,7 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
         return found
     if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
         with torch.no_grad():
-            plain = settle(cls.from_pretrained(merged, dtype=torch.float32))
+            plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
             found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
     flat = read_tensors(root / "flat")
 
@@ -388,8 +379,8 @@ def _checkpoint_alike(base: Path, root: Path, config: Any) -> bool:
 def _folder(model: Any, folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder)
     tensors = read_tensors(folder)
-    named = re.compile(r"[0-9a-f]{8,}")  # names of files carry a part of a hash
-    files = sorted(named.sub("*", file.name) for file in folder.iterdir())
+    # names of files carry a part of a hash
+    files = sorted(re.sub(r"[0-9a-f]{8,}", "*", file.name) for file in folder.iterdir())
     return {"files": files, "keys": f"{len(tensors)} {sha(sorted(tensors))}"}
 
 
@@ -411,12 +402,11 @@ def run_cli(*arguments: str) -> tuple[int, str]:
     """Run the command line in this process; return its exit code and what it printed."""
     from moe_qlora.cli import main
 
-    printed, argv = io.StringIO(), sys.argv
+    printed, argv, code = io.StringIO(), sys.argv, 0
     sys.argv = ["moe-qlora", *arguments]
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
             main()
-        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     finally:
@@ -428,20 +418,13 @@ def _dump(folder: Path) -> dict[str, Any]:
     """Return `dump --json` but for its sentences."""
     code, text = run_cli("dump", str(folder), "--json")
     told = json.loads(text)
-    rows = {row["pattern"]: row for row in told["experts"]}
-    words = ("pattern", "evidence", "orientation_evidence")
-    return {
-        "exit code": code,
-        "totals": told["totals"],
-        "quantization": told["quantization"],
-        "experts": {
-            name: {key: value for key, value in row.items() if key not in words}
-            for name, row in rows.items()
-        },
-        "routers": {row["name"]: row["num_choices"] for row in told["routers"]},
-        "rejected": sorted(row["name"] for row in told["rejected"]),
-        "target_parameters": told["target_parameters"],
-    }
+    rows = {row.pop("pattern"): row for row in told["experts"]}
+    for row in rows.values():
+        del row["evidence"], row["orientation_evidence"]
+    routers = {row["name"]: row["num_choices"] for row in told["routers"]}
+    found = {name: told[name] for name in ("totals", "quantization", "target_parameters")}
+    found |= {"exit code": code, "experts": rows, "routers": routers}
+    return found | {"rejected": sorted(row["name"] for row in told["rejected"])}
 
 
 def _plan(folder: Path) -> dict[str, Any]:
@@ -451,9 +434,6 @@ def _plan(folder: Path) -> dict[str, Any]:
     names = ("trained_weights", "unpacked", "resident", "load_peak", "fit", "fits")
     peak = {"nbytes": told["peak"]["nbytes"], "largest": told["peak"]["largest"]}
     return {"exit code": code, "peak": peak, **{name: told[name] for name in names}}
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 def refusals(root: Path) -> dict[str, str]:
@@ -481,12 +461,9 @@ def refusals(root: Path) -> dict[str, str]:
         nan.get_parameter(name)[0, 0, 0] = float("nan")
     (root / "full").mkdir()
     (root / "full" / "file").write_text("x")
-    damaged = root / "damaged"
-    damaged.mkdir()
-    for file in (root / "packed").iterdir():
-        raw = file.read_bytes()
-        (damaged / file.name).write_bytes(raw[:-100] if file.suffix == ".safetensors" else raw)
-    other = root / "other"
+    damaged, other = shutil.copytree(root / "packed", root / "damaged"), root / "other"
+    for file in damaged.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
     write_base("mixtral", other)
 
     def load(folder: Path, config: Any = None, **options: Any) -> Any:
@@ -510,9 +487,15 @@ def refusals(root: Path) -> dict[str, str]:
         return moe_qlora.export_adapter(root / "adapter", root / out, base=base, target=target)
 
     m: Any = moe_qlora
-    adapter, new = root / "adapter", root / "new"
-    int4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}
-    bad_pattern = BitsAndBytesConfig(**CODECS["nf4"], llm_int8_skip_modules=["re:("])
+    adapter, new, none = root / "adapter", root / "new", root / "nowhere"
+    int4, int8 = {**NF4, "bnb_4bit_quant_type": "int4"}, quantization("int8")
+    bad_pattern = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["re:("])
+    meta = tiny_model("qwen3_moe", device="meta")
+    vera = VeraConfig(target_modules=["experts"])
+    ia3 = IA3Config(target_modules=["experts"], feedforward_modules=[])
+    one = LoraConfig(target_parameters=moe_qlora.target_parameters(packed)[:1])
+    state: dict[str, Any] = {"state_dict": plain.state_dict()}
+    small: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "memory": 1000}
     calls: dict[str, Callable[[], Any]] = {
         "quantize_experts: no config": lambda: m.quantize_experts(plain),
         "quantize_experts: a number for a config": lambda: m.quantize_experts(plain, 4),
@@ -522,12 +505,8 @@ def refusals(root: Path) -> dict[str, str]:
         "quantize_experts: no experts": lambda: m.quantize_experts(dense, nf4),
         "quantize_experts: no model": lambda: m.quantize_experts("qwen3_moe", nf4),
         "quantize_experts: NaN": lambda: m.quantize_experts(nan, nf4),
-        "quantize_experts: packed as nf4, asked for int8": lambda: m.quantize_experts(
-            packed, quantization("int8")
-        ),
-        "quantize_experts: on meta": lambda: m.quantize_experts(
-            tiny_model("qwen3_moe", device="meta"), nf4
-        ),
+        "quantize_experts: packed as nf4, asked for int8": lambda: m.quantize_experts(packed, int8),
+        "quantize_experts: on meta": lambda: m.quantize_experts(meta, nf4),
         "detect: no model": lambda: m.detect("qwen3_moe"),
         "exclude_modules: a number": lambda: m.exclude_modules(packed, 3),
         "target_parameters: a number": lambda: m.target_parameters(packed, 3),
@@ -543,24 +522,18 @@ def refusals(root: Path) -> dict[str, str]:
         "get_peft_model: modules_to_save of experts": lambda: adapt(
             packed, modules_to_save=["experts"]
         ),
-        "get_peft_model: VeRA on experts": lambda: m.get_peft_model(
-            packed, VeraConfig(target_modules=["experts"])
-        ),
-        "get_peft_model: IA3 on experts": lambda: m.get_peft_model(
-            packed, IA3Config(target_modules=["experts"], feedforward_modules=[])
-        ),
-        "add_adapter: other parameters": lambda: model.add_adapter(
-            "two", LoraConfig(target_parameters=[moe_qlora.target_parameters(packed)[0]])
-        ),
-        "load_adapter: no folder": lambda: m.load_adapter(packed, root / "nowhere"),
+        "get_peft_model: VeRA on experts": lambda: m.get_peft_model(packed, vera),
+        "get_peft_model: IA3 on experts": lambda: m.get_peft_model(packed, ia3),
+        "add_adapter: other parameters": lambda: model.add_adapter("two", one),
+        "load_adapter: no folder": lambda: m.load_adapter(packed, none),
         "load_adapter: a taken name": lambda: m.load_adapter(model, adapter),
         "load_adapter: of another model": lambda: m.load_adapter(fresh("mixtral"), adapter),
         "PeftModel.from_pretrained: no folder": lambda: PeftModel.from_pretrained(
-            packed, str(root / "nowhere")
+            packed, str(none)
         ),
         "merge_adapter (PEFT): experts in host memory": lambda: adapt(hosted).merge_adapter(),
-        "merge_adapter: no base": lambda: merge(root / "nowhere", adapter, "out"),
-        "merge_adapter: no adapter": lambda: merge(base, root / "nowhere", "out"),
+        "merge_adapter: no base": lambda: merge(none, adapter, "out"),
+        "merge_adapter: no adapter": lambda: merge(base, none, "out"),
         "merge_adapter: swapped": lambda: merge(adapter, base, "out"),
         "merge_adapter: out is full": lambda: merge(base, adapter, "full"),
         "merge_adapter: dtype int8": lambda: merge(base, adapter, "out", dtype=torch.int8),
@@ -573,7 +546,7 @@ def refusals(root: Path) -> dict[str, str]:
         "quantize_checkpoint: full": lambda: m.quantize_checkpoint(base, root / "full", nf4),
         "quantize_checkpoint: a number": lambda: m.quantize_checkpoint(base, new, 4),
         "from_pretrained: damaged packed folder": lambda: load(damaged),
-        "from_pretrained: packed, other codec": lambda: load(root / "packed", quantization("int8")),
+        "from_pretrained: packed, other codec": lambda: load(root / "packed", int8),
         "enabled: keep_codes without codes": lambda: load(base, nf4, keep_codes=True),
         "enabled: offload of an unknown kind": lambda: load(base, nf4, offload="moon"),
         "offload_experts: not packed": lambda: m.offload_experts(plain),
@@ -583,19 +556,17 @@ def refusals(root: Path) -> dict[str, str]:
         "fit_memory: too little": lambda: fit(model, memory=1000),
         "fit_memory: no text": lambda: fit(model, memory="much"),
         "fit_memory: batch of 0": lambda: fit(model, memory="1GiB", batch_size=0),
-        "prepare_training: too little": lambda: m.prepare_training(
-            model, batch_size=2, seq_len=8, memory=1000
-        ),
-        "plan: no such model": lambda: m.plan(str(root / "nowhere")),
+        "prepare_training: too little": lambda: m.prepare_training(model, **small),
+        "plan: no such model": lambda: m.plan(str(none)),
         "plan: an unknown card": lambda: m.plan(str(base), nf4, gpus="1xMoon"),
         "plan: batch of 0": lambda: m.plan(str(base), nf4, batch_size=0),
         "plan: an unknown target": lambda: m.plan(str(base), nf4, lora="moon"),
         "export_adapter: an unknown server": lambda: export("moon"),
         "export_adapter: full folder": lambda: export("vllm", "full"),
         "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(
-            root / "state", state_dict=plain.state_dict()
+            root / "state", **state
         ),
-        "cli dump: no such model": lambda: cli("dump", root / "nowhere"),
+        "cli dump: no such model": lambda: cli("dump", none),
         "cli dump: two formats": lambda: cli("dump", base, "--json", "--yaml"),
         "cli plan: does not fit": lambda: cli("plan", base, "--gpus", "1MiB", "--seq", "8"),
         "cli verify: damaged": lambda: cli("verify", damaged),

@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
+from transformers import AutoModelForCausalLM
 
 import moe_qlora
 from tools import corpus_entries as on_cpu
 
-CASES = (
+ENTRIES = (
     *("qwen3_moe/nf4/eager", "qwen3_moe/nf4/recorded", "qwen3_moe/double/recorded"),
     *("gpt_oss/nf4/recorded", "gpt_oss/mxfp4/recorded", "mixtral/fp4/recorded"),
     *("olmoe/int8/recorded", "deepseek_v3/nf4/recorded", "llama4_text/nf4/recorded"),
@@ -33,10 +34,6 @@ CASES = (
 )
 BATCH, SEQ, STEPS = 4, 32, 3
 KEPT_SEQ = 1024  # Of layers kept in part: activations that are more than CUDA's own memory varies
-
-
-def entries() -> list[str]:
-    return list(CASES)
 
 
 def measure(entry: str, device: str) -> dict[str, Any] | None:
@@ -69,7 +66,9 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
         options: Any = {"lora_config": lora, "adapter_options": {"experts": True}}
         model = moe_qlora.load_sharded(folder, config, dtype=dtype, **options)
     else:
-        model = _loaded(folder, config, dtype, device, keep_codes=codec == "mxfp4")
+        place: dict[str, Any] = {"device_map": {"": device}, "quantization_config": config}
+        with moe_qlora.enabled(keep_codes=codec == "mxfp4"):
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **place)
         found["packed"] = on_cpu.state_hashes(model.state_dict())
         model = moe_qlora.get_peft_model(model, on_cpu.lora(model))
     _fill(model)
@@ -92,18 +91,11 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
                 distributed.all_reduce(said)
                 said /= 2
             found[f"loss {number}"] = float(f"{float(said):.6g}")
-            grads = {n: _whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
-            found["gradients"] = on_cpu.fingerprints(grads)
+            named = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+            whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in named.items()}
+            found["gradients"] = on_cpu.fingerprints(whole)
             optimizer.step()
     return found
-
-
-def _loaded(folder: Path, config: Any, dtype: torch.dtype, device: str, keep_codes: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    settings: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
-    with moe_qlora.enabled(keep_codes=keep_codes):
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **settings)
 
 
 def _set_up(
@@ -155,10 +147,6 @@ def _fill(model: nn.Module) -> None:
         if isinstance(weight, DTensor):
             values = distribute_tensor(values, weight.device_mesh, weight.placements)
         weight.copy_(values)
-
-
-def _whole(grad: Any) -> Tensor | None:
-    return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
 def _rank_main(root: str, codec: str, way: str, device: str) -> None:

@@ -8,9 +8,7 @@
 2. The checkpoint is loaded with a `BitsAndBytesConfig`, its experts are found and packed, LoRA goes
    on attention and experts, and that is trained on different text: the reference manual in English
    that `help()` shows.
-3. A table says what each step did to bytes and loss, a line each what the model wrote before and
-   after; loss.png draws both.
-
+3. A table says what each step did to bytes and loss; loss.png draws both.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,48 +35,42 @@ if __name__ == "__main__":
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import moe_qlora
 
 SEED = 0
-PROMPT = "The value of the expression"
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """How large the demo is."""
 
     hidden: int = 128
-    layers: int = 2
     experts: int = 16
-    batch: int = 8  # rows of a step
-    length: int = 64  # tokens of a row
     pretrain_steps: int = 360
     steps: int = 120
     characters: int = 1_000_000  # of code, for the first training
 
 
+BATCH, LENGTH = 8, 64  # rows of a step, tokens of a row
 QUICK = Scale(hidden=64, experts=8, pretrain_steps=80, steps=25, characters=300_000)
 
 
 class State(NamedTuple):
-    """Bytes of the expert weights, of all others and of LoRA's; the loss on held-out text."""
+    """Bytes of the expert weights and of LoRA's; the loss on held-out text."""
 
     name: str
     experts: int
-    rest: int
     adapter: int
     loss: float
 
 
 @dataclass
 class Run:
-    """Points of the job, each training's losses by step, texts written after `PROMPT`."""
+    """Points of the job, and each training's losses by step."""
 
     states: list[State] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
 
 
 def say(text: str) -> None:
@@ -98,7 +90,7 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     # the loss was 4.1 with it, and 3.7 with this.
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=scale.hidden, intermediate_size=2 * scale.hidden,
-        moe_intermediate_size=scale.hidden, num_hidden_layers=scale.layers,
+        moe_intermediate_size=scale.hidden, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=scale.hidden // 4,
         num_experts=scale.experts, num_experts_per_tok=2, norm_topk_prob=True,
         tie_word_embeddings=True, output_router_logits=True, initializer_range=0.06,
@@ -107,15 +99,14 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     say("1. A model to start from")
     weights = sum(p.numel() for p in model.parameters())
     say(f"{weights:,} weights, {len(tokens):,} tokens of the standard library's sources")
-    losses = train(model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch")
-    run.curves["from scratch, on code"] = losses
+    run.curves["from scratch, on code"] = train(model, tokens, scale.pretrain_steps, 4e-3)
     model.config.output_router_logits = False
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
-    """Load, find, pack, adapt and train; `own` says that the model is the demo's own, small one."""
+    """Load, find, pack, adapt and train; `own` is for the demo's own, small model."""
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -123,8 +114,7 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = encode(tokenizer, manual())
     held_out, tokens = tokens[: len(tokens) // 10], tokens[len(tokens) // 10 :]
-    say(f"{2 if own else 1}. The main job")
-    say(f"{len(tokens):,} tokens of Python's reference manual in English")
+    say(f"{2 if own else 1}. The main job: LoRA on {len(tokens):,} tokens of Python's manual")
 
     bnb_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -135,16 +125,14 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     layout = moe_qlora.detect(model)
     say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
     say(layout.experts[0].evidence)
-    loss = evaluate(model, held_out, scale)
-    plain = layout.nbytes
-    run.states.append(State("load_in_4bit, stock", plain, weight_bytes(model) - plain, 0, loss))
+    loss = evaluate(model, held_out)
+    run.states.append(State("load_in_4bit, stock", layout.nbytes, 0, loss))
 
     report = moe_qlora.quantize_experts(model)
     say(f"quantize_experts: {report}")
-    loss = evaluate(model, held_out, scale)
-    run.texts["before LoRA"] = write(model, tokenizer)
+    loss = evaluate(model, held_out)
     packed = report.bytes_after
-    run.states.append(State("experts packed", packed, weight_bytes(model) - packed, 0, loss))
+    run.states.append(State("experts packed", packed, 0, loss))
 
     if not own:  # by its name from transformers 5.24 on, and before
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -157,29 +145,14 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     trainable, total = peft_model.get_nb_trainable_parameters()
     say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
     title = "LoRA on packed weights, on English"
-    run.curves[title] = train(peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA")
-    loss = evaluate(peft_model, held_out, scale)
-    run.texts["after LoRA"] = write(peft_model, tokenizer)
+    run.curves[title] = train(peft_model, tokens, scale.steps, 1e-2 if own else 5e-3)
+    loss = evaluate(peft_model, held_out)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
-    rest = weight_bytes(peft_model) - packed - adapter
-    run.states.append(State("LoRA trained", packed, rest, adapter, loss))
+    run.states.append(State("LoRA trained", packed, adapter, loss))
     peft_model.save_pretrained(out / "adapter")
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
-    from moe_qlora.packing.decoders import state_tensors
-
-    tensors: list[Tensor] = [*model.buffers(), *model.parameters()]
-    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
-    tensors += [one for state in states if state is not None for one in state_tensors(state)]
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def train(
-    model: Any, tokens: Tensor, scale: Scale, steps: int, rate: float, title: str
-) -> list[float]:
+def train(model: Any, tokens: Tensor, steps: int, rate: float) -> list[float]:
     """Train whatever requires gradients; returns the loss of each step."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -188,7 +161,7 @@ def train(
         optimizer, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     losses: list[float] = []
-    for batch in batches(tokens, scale, steps, SEED):
+    for batch in batches(tokens, steps, SEED):
         ids = batch.to(parameters[0].device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -198,14 +171,15 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         if len(losses) % 60 == 0:
-            say(f"{title}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
+            say(f"step {len(losses)} of {steps}: loss {losses[-1]:.3f}")
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
-    say(f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
+    say(f"loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
     return losses
 
 
-def stop_training(model: Any) -> torch.device:
-    """Turn the model to evaluation, and return its device."""
+@torch.no_grad()
+def evaluate(model: Any, tokens: Tensor) -> float:
+    """Mean loss on the same random slices each time."""
     from bitsandbytes.nn import Linear4bit
 
     model.eval()
@@ -214,29 +188,10 @@ def stop_training(model: Any) -> torch.device:
         # layers into another form in evaluation, and rounds their absmax.
         if isinstance(module, Linear4bit):
             module.train()
-    device: torch.device = next(model.parameters()).device
-    return device
-
-
-@torch.no_grad()
-def evaluate(model: Any, tokens: Tensor, scale: Scale) -> float:
-    """Mean loss on the same random slices each time."""
-    device = stop_training(model)
-    rows = [batch.to(device) for batch in batches(tokens, scale, 8, SEED + 1)]
+    device = next(model.parameters()).device
+    rows = [batch.to(device) for batch in batches(tokens, 8, SEED + 1)]
     losses = [model(input_ids=ids, labels=ids, use_cache=False).loss.item() for ids in rows]
     return sum(losses) / len(losses)
-
-
-@torch.no_grad()
-def write(model: Any, tokenizer: Any) -> str:
-    """Return what the model writes after `PROMPT`: drawn with the same seed each time."""
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]], device=stop_training(model))
-    torch.manual_seed(SEED)
-    written = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=True,
-        temperature=0.6, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    return " ".join(tokenizer.decode(written[0, ids.shape[1] :]).split())
 
 
 def library_sources(limit: int) -> str:
@@ -280,12 +235,12 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids)
 
 
-def batches(tokens: Tensor, scale: Scale, count: int, seed: int) -> Iterator[Tensor]:
-    """Yield so many batches of random slices of `tokens`, (batch, length)."""
+def batches(tokens: Tensor, count: int, seed: int) -> Iterator[Tensor]:
+    """Yield so many batches of random slices of `tokens`, (BATCH, LENGTH)."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        starts = torch.randint(len(tokens) - scale.length, (scale.batch,), generator=generator)
-        yield torch.stack([tokens[start : start + scale.length] for start in starts])
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
+        yield torch.stack([tokens[start : start + LENGTH] for start in starts])
 
 
 def main() -> int:
@@ -295,28 +250,23 @@ def main() -> int:
     if options.model is None and "OMP_NUM_THREADS" not in os.environ:
         # So small a model's threads would do little but wait for each other.
         torch.set_num_threads(1)
-    # Leave out what libraries say about optional parts, and transformers' loading bars.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for name in ("bitsandbytes", "moe_qlora"):  # the demo's own lines fit 80 columns
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     scale = QUICK if options.quick else Scale()
-    scale = replace(scale, steps=options.steps or scale.steps)
+    scale = scale._replace(steps=options.steps or scale.steps)
     run, folder = Run(), options.model
-    try:
-        torch.manual_seed(SEED)
-        options.out.mkdir(parents=True, exist_ok=True)
-        if folder is None:
-            folder = options.out / "model"
-            pretrain(folder, scale, run)
-        fine_tune(folder, scale, options.out, run, own=options.model is None)
-        print(table(run))
-        draw(run, options.out / "loss.png")
-        conclude(run)
-    except KeyboardInterrupt:
-        print("Stopped.")
-        return 130
+    torch.manual_seed(SEED)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if folder is None:
+        folder = options.out / "model"
+        pretrain(folder, scale, run)
+    fine_tune(folder, scale, options.out, run, own=options.model is None)
+    print(table(run))
+    draw(run, options.out / "loss.png")
+    conclude(run)
     seconds = time.perf_counter() - started
     say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
     return 0
@@ -342,37 +292,29 @@ def table(run: Run) -> str:
     """The bytes and the loss of each state."""
     from moe_qlora.layout import human_bytes
 
-    rows: list[tuple[str, ...]] = [("", "experts", "others", "LoRA", "total", "loss")]
-    for state in run.states:
-        sizes = (state.experts, state.rest, state.adapter)
-        cells = [human_bytes(size) if size else "-" for size in (*sizes, sum(sizes))]
-        rows.append((state.name, *cells, f"{state.loss:.3f}"))
+    rows = [("", "experts", "LoRA", "loss")]
+    for name, *sizes, loss in run.states:
+        experts, lora = (human_bytes(size) if size else "-" for size in sizes)
+        rows.append((name, experts, lora, f"{loss:.3f}"))
     lines = (f"   {name:20s}" + "".join(f"{cell:>11s}" for cell in cells) for name, *cells in rows)
     return "Bytes of weights, and loss on held-out text\n" + "\n".join(lines)
 
 
 def draw(run: Run, file: Path) -> None:
-    """Draw the losses of each training, and of the states on held-out text."""
+    """Draw the losses of each training."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * (len(run.curves) + 1), 3.9), layout="constrained")
-    *curves, bars = figure.subplots(1, len(run.curves) + 1)
-    for axis, (title, losses) in zip(curves, run.curves.items(), strict=True):
+    figure = Figure(figsize=(5.2 * len(run.curves), 3.9), layout="constrained")
+    axes = figure.subplots(1, len(run.curves), squeeze=False)[0]
+    for axis, (title, losses) in zip(axes, run.curves.items(), strict=True):
         axis.plot(range(1, len(losses) + 1), losses, linewidth=1)
         axis.set(title=f"Training {title}", xlabel="step", ylabel="loss")
         axis.grid(alpha=0.3)
-    names = [state.name.replace(" ", "\n", 1) for state in run.states]
-    drawn = bars.bar(names, [state.loss for state in run.states])
-    bars.bar_label(drawn, fmt="%.3f")
-    bars.set(title="Loss on held-out English, lower is better")
     figure.savefig(file, dpi=120)
 
 
 def conclude(run: Run) -> None:
-    """Show what the model writes, and hold the results against what they must be."""
-    say(f'After "{PROMPT}" the packed model writes:')
-    for when, text in run.texts.items():
-        say(f"{when + ':':<12} {text}")
+    """Hold the results against what they must be."""
     stock, packed, tuned = run.states
     losses = f"{packed.loss:.3f} to {tuned.loss:.3f}"
     if not tuned.loss < packed.loss - 0.05:

@@ -62,27 +62,9 @@ def drift(path: Path, text: str | None) -> str:
     before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     after = (text or "").splitlines()
     one, other = ([x for x in lines if not VERSION.search(x)] for lines in (before, after))
-    if one == other:
-        return ""
-    lines = difflib.unified_diff(
-        before,
-        after,
-        f"{path.name} (in the repository)",
-        f"{path.name} (from transformers)",
-        lineterm="",
-        n=1,
-    )
-    return "\n".join(lines)
-
-
-def _is_later(path: Path) -> bool:
-    """Whether a file was written from a later series of transformers than the installed one."""
-    import transformers
-
-    from moe_qlora.versions import release_of
-
-    of_file = json.loads(path.read_text(encoding="utf-8"))["transformers"]
-    return release_of(of_file)[:2] > release_of(transformers.__version__)[:2]
+    names = f"{path.name} (in the repository)", f"{path.name} (from transformers)"
+    lines = difflib.unified_diff(before, after, *names, lineterm="", n=1)
+    return "" if one == other else "\n".join(lines)
 
 
 def main() -> int:
@@ -92,6 +74,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     _quiet()
+    import transformers
+
+    from moe_qlora.versions import release_of
     from tools.registry.classes import candidates
 
     types = options.only or list(candidates())
@@ -105,7 +90,9 @@ def main() -> int:
 
     known = {*texts, *failures}
     others = [] if options.only else sorted(p for p in FOLDER.glob("*.json") if p.stem not in known)
-    stale = [path for path in others if not _is_later(path)]
+    series = release_of(transformers.__version__)[:2]
+    of_files = {p: json.loads(p.read_text(encoding="utf-8"))["transformers"] for p in others}
+    stale = [path for path, wrote in of_files.items() if release_of(wrote)[:2] <= series]
     wanted = {FOLDER / f"{name}.json": text for name, text in sorted(texts.items())}
     changed = {path: diff for path, text in wanted.items() if (diff := drift(path, text))}
     left = f", {len(others) - len(stale)} are of a later transformers" if others != stale else ""

@@ -1,12 +1,11 @@
 """Change one place of the package at a time, and see whether tests or the corpus notice.
 
-    pip install pytest-cov; tools/test --cov=moe_qlora --cov-context=test    writes .coverage, once
     python tools/mutations.py --count 100 --seed 1 --out mutations.json
 
 A mutation is a sign, a comparison, an index, a swapped pair, a lost `not`, `and` for `or`, or
-another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests
-that ran the changed statement, those of the file's name first, and the corpus. A test that fails
-without a mutation too is left out, and says so. A command of over --limit seconds is a catch.
+another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests of
+the file's name, those of its folder, and the corpus. A command of over --limit seconds is a catch;
+one that fails without a mutation too is left out, and says so.
 """
 
 from __future__ import annotations
@@ -18,23 +17,20 @@ import json
 import os
 import queue
 import random
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHON = shlex.quote(sys.executable)
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -48,12 +44,10 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 LEFT_ALONE = ("annotation", "returns", "bases", "decorator_list")
 
 
-@dataclass(frozen=True)
-class Mutation:
+class Mutation(NamedTuple):
     """One change of a file's tree: the number of a node, and of a change of it."""
 
     file: str
-    kind: str
     line: int
     node: int
     change: int
@@ -65,10 +59,6 @@ class Mutation:
         changes(list(nodes(tree))[self.node])[self.change][1]()
         return plain, ast.unparse(tree)
 
-    def diff(self) -> list[str]:
-        plain, changed = (source.splitlines() for source in self.sources())
-        return list(difflib.unified_diff(plain, changed, n=0, lineterm=""))[3:]
-
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of code, without annotations and texts of errors."""
@@ -76,9 +66,7 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
     for field, value in ast.iter_fields(node):
         if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
             for child in value if isinstance(value, list) else [value]:
-                # zip(strict=True) changes nothing where the lengths agree
-                strict = isinstance(child, ast.keyword) and child.arg == "strict"
-                if isinstance(child, ast.AST) and not strict:
+                if isinstance(child, ast.AST):
                     yield from nodes(child)
 
 
@@ -120,125 +108,73 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-def draw(options: argparse.Namespace) -> list[Mutation]:
+def draw(count: int, seed: int, only: list[str]) -> list[Mutation]:
     """Draw mutations: each kind as often, and of a kind each place as likely."""
     kinds: dict[str, list[Mutation]] = defaultdict(list)
     for path in sorted((ROOT / "moe_qlora").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if any(name.startswith(prefix) for prefix in options.only or [name]):
+        if name.startswith(tuple(only)):
             tree = ast.parse(path.read_text(encoding="utf-8"))
             for number, node in enumerate(nodes(tree)):
                 for change, (kind, _) in enumerate(changes(node)):
                     line = getattr(node, "lineno", 0)
-                    kinds[kind].append(Mutation(name, kind, line, number, change))
-    lots = random.Random(options.seed)
+                    kinds[kind].append(Mutation(name, line, number, change))
+    lots = random.Random(seed)
     chosen: list[Mutation] = []
-    while len(chosen) < options.count and any(kinds.values()):
+    while len(chosen) < count and any(kinds.values()):
         places = kinds[lots.choice(sorted(kind for kind in kinds if kinds[kind]))]
         chosen.append(places.pop(lots.randrange(len(places))))
     return chosen
 
 
-def covering(mutation: Mutation) -> list[str]:
-    """Return the tests that ran the changed statement, by .coverage; those nearest to it first."""
-    from coverage import CoverageData  # type: ignore[import-not-found]
-
-    data, file = CoverageData(str(ROOT / ".coverage")), ROOT / mutation.file
-    data.read()
-    changed = range(0)
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.stmt):  # Of a block, its head
-            inner = getattr(node, "body", None)
-            end = (node.end_lineno or 0) + 1 if inner is None else inner[0].lineno
-            if mutation.line in (lines := range(node.lineno, max(end, node.lineno + 1))):
-                changed = lines
-    by_line = data.contexts_by_lineno(str(file))
-    found = {context.rpartition("|")[0] for line in changed for context in by_line.get(line, ())}
-    near = f"/test_{file.stem}", f"/{file.parent.name}/"
-    return sorted(found - {""}, key=lambda test: ([part not in test for part in near], test))
+@cache
+def commands(file: str) -> list[list[str]]:
+    """Return the commands that should notice a mutation of this file, the quickest first."""
+    path, tests = Path(file), ROOT / "tests"
+    own = [*tests.rglob(f"test_{path.stem}*.py")], [*tests.glob(f"**/{path.parent.name}")]
+    test = [sys.executable, *("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")]
+    test += ["-m", "not gpu and not multi_gpu and not nightly"]
+    found = [[*test, *(str(p.relative_to(ROOT)) for p in paths)] for paths in own if paths]
+    return [*found, [sys.executable, "tools/corpus.py", "check", "--jobs", "1"]]
 
 
-def commands(mutation: Mutation, copy: Path) -> list[str]:
-    """Return the commands that should notice a mutation, the quickest first."""
-    path = Path(mutation.file)
-    found = [*(ROOT / "tests").rglob(f"test_{path.stem}*.py")]
-    # What runs in processes of its own, such as ranks and compilers, is in no map.
-    found += (ROOT / "tests").glob(f"**/{path.parent.name}")
-    own = [str(each.relative_to(ROOT)) for each in sorted(found)]
-    (copy / "chosen.txt").write_text("\n".join(covering(mutation) or own), encoding="utf-8")
-    marks = shlex.quote("not gpu and not multi_gpu and not nightly")
-    test = f"{PYTHON} -m pytest -x -q -p no:cacheprovider -m {marks} @chosen.txt"
-    return [test, f"{PYTHON} tools/corpus.py check --jobs 1"]
-
-
-class Copies:
-    """Copies of the checkout, one for each job, and which commands pass in one as it is."""
-
-    def __init__(self, count: int, scratch: Path, limit: float) -> None:
-        self._limit, self._lock = limit, threading.Lock()
-        self._passes: dict[str, bool] = {}
-        self._free: queue.Queue[Path] = queue.Queue()
-        for number in range(count):
-            ignore = shutil.ignore_patterns(*LEFT_OUT)
-            to = scratch / str(number)
-            self._free.put(shutil.copytree(ROOT, to, ignore=ignore, symlinks=True))
-
-    def judge(self, mutation: Mutation) -> dict[str, Any]:
-        """Return what was changed and which test or command noticed, or None."""
-        copy, caught = self._free.get(), None
-        file, (plain, changed) = copy / mutation.file, mutation.sources()
-        source = file.read_text(encoding="utf-8")
+def fails(command: list[str], copy: Path, limit: float) -> bool:
+    """Whether a command fails in this copy, or takes too long."""
+    paths = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
+    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(
+        command, cwd=copy, env={**os.environ, **ours}, start_new_session=True, **silent
+    ) as process:
         try:
-            waiting = commands(mutation, copy)
-            while waiting and caught is None:
-                file.write_text(changed, encoding="utf-8")
-                failed = self._failure(waiting[0], copy)
-                file.write_text(plain, encoding="utf-8")
-                if failed and self._passes_without(failed, copy):
-                    caught = failed
-                elif failed and failed.startswith("tests/"):
-                    waiting[0] += f" --deselect {shlex.quote(failed)}"
-                else:
-                    del waiting[0]
-        finally:
-            file.write_text(source, encoding="utf-8")
-            self._free.put(copy)
-        return {
-            "place": f"{mutation.file}:{mutation.line}",
-            "kind": mutation.kind,
-            "diff": mutation.diff(),
-            "caught_by": caught,
-        }
-
-    def _passes_without(self, failed: str, copy: Path) -> bool:
-        with self._lock:
-            if failed not in self._passes or "@chosen.txt" in failed:  # Each has its own
-                test = f"{PYTHON} -m pytest -q -p no:cacheprovider {shlex.quote(failed)}"
-                command = test if failed.startswith("tests/") else failed
-                self._passes[failed] = self._failure(command, copy) is None
-                if not self._passes[failed] and "@chosen.txt" in failed:
-                    raise RuntimeError("It fails as it is, with no test's name: is .coverage old?")
-                if not self._passes[failed]:
-                    print(f"left out, as it fails without a mutation: {failed}", flush=True)
-            return self._passes[failed]
-
-    def _failure(self, command: str, copy: Path) -> str | None:
-        """Return the test that failed, or the command; None where all passed."""
-        paths = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
-        ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
-        process = subprocess.Popen(
-            command, shell=True, cwd=copy, env={**os.environ, **ours}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            said, _ = process.communicate(timeout=self._limit)
+            return process.wait(limit) != 0
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return command
-        found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", said, re.MULTILINE)
-        return None if process.returncode == 0 else found[1] if found else command
+            return True
+
+
+def judge(mutation: Mutation, copies: queue.Queue[Path], limit: float) -> dict[str, Any]:
+    """Return the place, the change and the command that noticed it, None if nothing did."""
+    copy, caught = copies.get(), None
+    file, (plain, changed) = copy / mutation.file, mutation.sources()
+    source = file.read_text(encoding="utf-8")
+    try:
+        for command in commands(mutation.file):
+            file.write_text(changed, encoding="utf-8")
+            failed = fails(command, copy, limit)
+            file.write_text(plain, encoding="utf-8")
+            if failed and not fails(command, copy, limit):
+                caught = shlex.join(command)
+                break
+            if failed:
+                print(f"left out, as it fails without a mutation: {shlex.join(command)}")
+    finally:
+        file.write_text(source, encoding="utf-8")
+        copies.put(copy)
+    both = plain.splitlines(), changed.splitlines()
+    diff = list(difflib.unified_diff(*both, n=0, lineterm=""))[3:]
+    return {"place": f"{mutation.file}:{mutation.line}", "diff": diff, "caught_by": caught}
 
 
 def main() -> None:
@@ -246,18 +182,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", help="files or folders, as in moe_qlora/lora")
+    parser.add_argument("--only", nargs="+", default=[""], help="as in moe_qlora/lora")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=900, help="seconds for a command")
     parser.add_argument("--out", type=Path, default=Path("mutations.json"))
     options = parser.parse_args()
-    chosen, results = draw(options), []
+    results, copies = [], queue.Queue[Path]()
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        copies = Copies(options.jobs, Path(scratch), options.limit)
-        for result in pool.map(copies.judge, chosen):
+        for number in range(options.jobs):
+            ignore = shutil.ignore_patterns(*LEFT_OUT)
+            to = Path(scratch) / str(number)
+            copies.put(shutil.copytree(ROOT, to, ignore=ignore, symlinks=True))
+        drawn = draw(options.count, options.seed, options.only)
+        for result in pool.map(lambda one: judge(one, copies, options.limit), drawn):
             results.append(result)
-            noticed = result["caught_by"]
-            print(f"{'caught' if noticed else 'SURVIVED'} {result['place']} {result['kind']}")
+            print("caught" if result["caught_by"] else "SURVIVED", result["place"])
             print("\n".join(f"    {line}" for line in result["diff"]), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(f"{sum(bool(each['caught_by']) for each in results)} of {len(results)} caught")

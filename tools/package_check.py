@@ -27,12 +27,12 @@ OWN_FOLDER = {"model_registry": "moe_qlora/model_registry"}  # in the checkout, 
 
 def main() -> None:
     command, *arguments = sys.argv[1:]
-    if command == "contents":
-        check_contents(*map(Path, arguments))
-    elif command == "release":
-        check_release(Path(arguments[0]))
-    else:
-        check_use(Path(arguments[0]).resolve())
+    checks: dict[str, Any] = {
+        "contents": check_contents,
+        "release": check_release,
+        "use": check_use,
+    }
+    checks[command](*(Path(argument).resolve() for argument in arguments))
 
 
 def fail(message: str) -> None:
@@ -41,12 +41,8 @@ def fail(message: str) -> None:
 
 def check_contents(sdist: Path, wheel: Path) -> None:
     """Compare both files with what git tracks: code and data, all of it, and nothing else."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "moe_qlora", "model_registry"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
+    command = ["git", "ls-files", "moe_qlora", "model_registry"]
+    tracked = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     pages = ("moe_qlora/docs/", "moe_qlora/README")  # of the repository
     wanted = {name for name in tracked if not name.startswith(pages) and name[-3:] != ".md"}
     with tarfile.open(sdist) as archive:
@@ -58,10 +54,8 @@ def check_contents(sdist: Path, wheel: Path) -> None:
     if foreign:
         fail(f"{sdist.name} holds {sorted(foreign)}")
 
-    installed = set()
-    for name in wanted:
-        top, _, rest = name.partition("/")
-        installed.add(f"{OWN_FOLDER.get(top, top)}/{rest}")
+    tops = {name: name.partition("/") for name in wanted}
+    installed = {f"{OWN_FOLDER.get(top, top)}/{rest}" for top, _, rest in tops.values()}
     names = zipfile.ZipFile(wheel).namelist()
     package = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
     if package != installed:
@@ -125,12 +119,11 @@ def train(folder: Path) -> None:
     tiny: Any = testing.tiny_model("qwen3_moe")
     tiny.save_pretrained(folder / "model")
     bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    options: Any = {"quantization_config": bnb_config, "dtype": torch.float32}
 
     def load() -> Any:
         with moe_qlora.enabled():
-            return AutoModelForCausalLM.from_pretrained(
-                folder / "model", quantization_config=bnb_config, dtype=torch.float32
-            )
+            return AutoModelForCausalLM.from_pretrained(folder / "model", **options)
 
     torch.manual_seed(0)
     lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -141,10 +134,10 @@ def train(folder: Path) -> None:
     rows = testing.tiny_inputs(model.get_base_model())["input_ids"]
     losses = []
     for _ in range(STEPS):
+        optimizer.zero_grad()
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         losses.append(loss.item())
     if not losses[-1] < losses[0]:
         fail(f"the loss of the tiny model did not fall: {losses}")

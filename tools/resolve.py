@@ -51,10 +51,8 @@ def check_constraints(python: str, platform: str) -> None:
     found = resolve(
         python, platform, "-c", str(CONSTRAINTS), *(f"--extra={extra}" for extra in EXTRAS)
     )
-    lines = [
-        line for line in CONSTRAINTS.read_text("utf-8").splitlines() if line[:1] not in ("", "#")
-    ]
-    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines}
+    lines = CONSTRAINTS.read_text("utf-8").splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if line[:1] != "#"}
     loose = sorted(name for name in found if name not in pinned and not OF_TORCH.fullmatch(name))
     if loose:
         fail(f"tools/constraints.txt has no version of {', '.join(loose)}: Python {python}")
@@ -110,10 +108,7 @@ class ResolveError(Exception):
 def resolve(
     python: str, platform: str, *arguments: str, project: str = "", also: str = ""
 ) -> dict[str, str]:
-    """Return the version of each package that would be installed: of this project, or of one named.
-
-    `also` is another requirement; where there are no such versions this raises `ResolveError`.
-    """
+    """Return the versions that would be installed for this project or a named one, and `also`."""
     source = "-" if project else "pyproject.toml"
     command = [
         *("uv", "pip", "compile", source, *(["-"] if also else []), "--quiet", "--no-header"),
@@ -125,10 +120,8 @@ def resolve(
     )
     if done.returncode:
         raise ResolveError(f"{' '.join(command)}:\n{done.stderr}")
-    rows = (line.split() for line in done.stdout.splitlines())
-    return {
-        canonicalize_name(name): version for name, version in (row[0].split("==") for row in rows)
-    }
+    found = (line.split()[0].split("==") for line in done.stdout.splitlines())
+    return {canonicalize_name(name): version for name, version in found}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ import transformers
 from torch import nn
 
 import moe_qlora
-from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.errors import CheckpointError, MoeQloraError
-from moe_qlora.planning.meta_model import lora_config_of
+from moe_qlora.models import named
+from moe_qlora.planning.model import lora_config_of
 
 FAILED, BAD_INPUT, NO_EXPERTS = 1, 2, 3
 RANK = 4
@@ -63,10 +62,10 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             folder = options.model or small_model(scratch)
-            if options.model and not _has_experts(folder):
+            if options.model and not moe_qlora.detect(named.build(named.resolve(folder))):
                 sys.stderr.write(f"error: --model {folder} holds no expert parameters.\n")
                 return NO_EXPERTS
-            for name in options.scenario or SCENARIOS:
+            for name in SCENARIOS:
                 try:
                     rows.append(_row(name, folder, options))
                 except MoeQloraError:
@@ -85,7 +84,6 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/scenarios.py", description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="FOLDER", help="a model of yours, instead of a new one")
-    parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="some of them")
     parser.add_argument("--steps", type=int, default=4, help="steps of each training (4)")
     parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     options = parser.parse_args()
@@ -107,39 +105,8 @@ def small_model(folder: str) -> str:
     return folder
 
 
-def _has_experts(folder: str) -> bool:
-    """Whether a checkpoint holds experts, by its configuration alone.
-
-    Raises:
-        CheckpointError: It is missing, damaged, quantized already, or no text model.
-    """
-    from moe_qlora.models import named
-
-    if not Path(folder).is_dir():
-        raise CheckpointError(f"--model {folder} is no folder; name a checkpoint folder.")
-    source = named.resolve(folder)
-    quantized = getattr(source.config, "quantization_config", None)
-    if quantized is not None:
-        method = quantized.get("quant_method") or "unknown method"
-        raise CheckpointError(
-            f"--model {folder} is quantized already ({method}), and full fine-tuning needs plain "
-            "weights; name the 16-bit checkpoint that it was made from."
-        )
-    if type(source.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = source.config.model_type
-        raise CheckpointError(f"--model {folder} is {kind!r}, which is no causal language model.")
-    if any(Path(folder).glob("*.safetensors")):
-        open_checkpoint(folder).close()  # reads the headers, and names what is cut off
-    return bool(moe_qlora.detect(named.build(source)))
-
-
 def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]:
-    """Train on one batch of random tokens, again and again, and look at the model then.
-
-    Raises:
-        CheckpointError: The weights cannot be loaded.
-        RuntimeError: A loss was not finite, or no gradient reached the weights to be trained.
-    """
+    """Train on one batch of random tokens, again and again, and look at the model then."""
     how = SCENARIOS[name]
     gc.collect()  # the model of the row before
     device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"
@@ -237,11 +204,11 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
 
 
 def short(count: int) -> str:
-    """A count as the table gives it: 377.0M, 178.2K, 12."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return str(count)
+    """A count as the table gives it: 377.0M, 178.2K."""
+    size, unit = next(
+        pair for pair in ((10**9, "B"), (10**6, "M"), (10**3, "K")) if count >= pair[0]
+    )
+    return f"{count / size:.1f}{unit}"
 
 
 if __name__ == "__main__":

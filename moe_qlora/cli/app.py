@@ -17,12 +17,11 @@ from typer.core import TyperCommand
 
 from .. import __version__
 from ..errors import MoeQloraError, one_line
-from .bench import bench
 from .doctor import doctor
 from .dump import dump
 from .folders import export, merge, quantize, report, verify
 from .options import PANELS, option
-from .plan import PlanCommand, plan
+from .plan import plan
 from .render import streams
 
 BAD_INPUT = 2
@@ -34,9 +33,8 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     dump: "Expert weights, bytes, lists for PEFT.",
     plan: "Memory of training, and what fits.",
     quantize: "A packed folder from a checkpoint.",
-    verify: "Is a folder whole; the error of packing.",
+    verify: "Damage in a folder; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
-    bench: "How fast a model trains on this card.",
     report: "A page about a model, adapter or run.",
     export: "An adapter in the layout of a server.",
 }
@@ -66,8 +64,7 @@ app = typer.Typer(no_args_is_help=True, **PLAIN)
 for command, short in SUBCOMMANDS.items():
     lines = sys.modules[command.__module__].EXAMPLES
     own = "".join(f"\n  {line}" for line in lines if line.split()[1] == command.__name__)
-    kind = type("PlanPanels", (Panels, PlanCommand), {}) if command is plan else Panels
-    app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:{own}")(command)
+    app.command(cls=Panels, short_help=short, epilog=f"\b\nExamples:{own}")(command)
 
 
 def _version(asked: bool) -> None:

@@ -45,7 +45,8 @@ def plan_config(
     from .plan import show
 
     with render.working(f"Rehearsing a training step of {config}"):
-        from ..planning.plan import devices_of, plan_settings
+        from ..planning.devices import devices_of
+        from ..planning.plan import plan_settings
 
         arguments = plan_arguments(read_config(config), len(devices_of(gpus)[0]))
         report = plan_settings(gpus=gpus, **arguments)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import groupby, zip_longest
+from itertools import groupby
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
 from ..errors import ConfigError
 from ..layout import human_bytes
@@ -25,27 +24,12 @@ EXAMPLES = (
     "moe-qlora plan ./model --gpus 8xH100 --fsdp 8",
     "moe-qlora plan qwen3-30b-a3b --gpus 4090 --targets attention,experts",
 )
-_ALL = -1  # stands for a --ddp without a number
-
-
-class PlanCommand(TyperCommand):
-    """The subcommand, whose `--ddp` may be without a number."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put a number behind each `--ddp` that has none."""
-        filled = []
-        for word, following in zip_longest(args, args[1:], fillvalue=""):
-            bare = word == "--ddp" and not following.isdecimal()
-            filled += [word, str(_ALL)] if bare else [word]
-        return super().parse_args(ctx, filled)
 
 
 def plan(
     model: opt.Model,
     gpus: str | None = opt.option("Devices: 24GiB, 4090, 8xH100, or 24GiB,2x48GiB."),
-    ddp: int | None = opt.option(
-        "Ranks under DDP; without a number as many as --gpus names.", metavar="[INTEGER]"
-    ),
+    ddp: bool = opt.flag("--ddp", "DDP, with a rank on each of --gpus."),
     fsdp: int | None = opt.option("Ranks that share the model under FSDP2."),
     offload: bool | None = opt.option("Packed experts in host memory."),
     seq: int | None = opt.option("Tokens in a sequence; default: 4096."),
@@ -88,11 +72,8 @@ def plan(
     from ..models.files import refuse_yaml
 
     refuse_yaml(model, "plan")
-    if ddp is not None and fsdp is not None:
+    if ddp and fsdp is not None:
         raise ConfigError("--ddp and --fsdp are two engines for one run; give one of them.")
-    engine = None if fsdp is None else f"fsdp:{fsdp}"
-    if ddp is not None:
-        engine = "ddp" if ddp == _ALL else f"ddp:{ddp}"
     settings = {
         "batch": batch, "seq": seq, "rank": rank, "targets": targets,
         "adapter_dtype": adapter_dtype, "optimizer": optimizer, "checkpointing": checkpointing,
@@ -108,7 +89,7 @@ def plan(
             opt.packed_as(source.settings, quant, double_quant),
             {name: value for name, value in settings.items() if value is not None},
             gpus=gpus,
-            engine=engine,
+            engine="ddp" if ddp else None if fsdp is None else f"fsdp:{fsdp}",
             trust_remote_code=trust_remote_code,
         )
     paste = ["moe-qlora plan", quote(model), *(["--gpus", quote(gpus)] if gpus else [])]
@@ -130,13 +111,13 @@ def show(report: MemoryPlan, command: str, *, as_json: bool, color: opt.Color) -
 def _show(report: MemoryPlan, out: Console, command: str) -> None:
     """Print the verdict, the best settings as options of a command, tables, and notes."""
     from ..planning.budget import ENGINES
+    from ..planning.choice import copies_sentence
 
     if report.verdict:
         render.say(out, report.verdict, "green" if report.fits else "red")
         out.line()
-    if report.best is not None:
-        for line in (f"{command} {report.best.options}".strip(), *report.best.python):
-            out.print(f"    {line}", markup=False, soft_wrap=True)  # to be pasted
+    if report.best is not None:  # to be pasted
+        out.print(f"    {command} {report.best.options}".rstrip(), markup=False, soft_wrap=True)
         out.line()
     settings, engine, peak = report.settings, report.settings.engine, report.peak
     where, share = "one device", ""
@@ -151,17 +132,17 @@ def _show(report: MemoryPlan, out: Console, command: str) -> None:
     title = f"{report.label}: memory in training, on {where}"
     render.show_table(out, title, ("component", ">at most", ">at the peak"), rows)
 
-    whole = report.resident if report.whole is None else report.whole
-    if (hosting := report.hosting) is not None:
-        whole += sum(layer.nbytes for layer in hosting.layers)
+    whole, hosting = report.resident if report.whole is None else report.whole, report.hosting
+    whole += 0 if hosting is None else sum(layer.nbytes for layer in hosting.experts)
     nested = ", double quantization" if report.double_quant else ""
     packed = f"{human_bytes(whole)} as {report.kind}{nested}" if report.kind else "nothing packed"
     loading = f"{human_bytes(report.load_peak)} at most while loading"
     said = [f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}{loading}."]
     if hosting is not None:
-        held, slots = hosting.host_nbytes(hosting.most), hosting.slots(hosting.most)
-        rest = f"{human_bytes(slots)} of slots on the device{hosting.sentence(hosting.most, {})}"
-        said.append(f"Packed experts: {human_bytes(held)} in host memory, {rest}.")
+        times = copies_sentence(*hosting.times(hosting.most, {}))
+        rest = f"{human_bytes(hosting.slots)} of slots on the device{times}"
+        held = human_bytes(hosting.host_nbytes(hosting.most))
+        said.append(f"Packed experts: {held} in host memory, {rest}.")
     said.append(
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "
         f"{settings.targets}, {settings.adapter_dtype}, {settings.optimizer}), "

@@ -22,7 +22,7 @@ from ..layout import ModelLayout, human_bytes, name_pattern, unwrapped_name
 from ..lora.targets import base_model
 from ..models.files import refuse_yaml
 from ..packing import parametrize
-from ..planning import meta_model
+from ..planning import model as meta_model
 from ..planning.devices import GPUS, gpu_named, unknown_gpu
 from ..versions import OPTIONAL, PYTHON, REQUIRED, installed_version, release_of
 
@@ -34,7 +34,7 @@ _COST = "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer
 _DRIVER = Path("/proc/driver/nvidia/version")
 _CURES = {  # by words in a backend's reason
     "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
-    "ranks of the adapters": "Train with a lower rank.",
+    "is of rank": "Train with a lower rank.",
     "are torch.float32": "Load the model in bfloat16.",
     " packed": "Look at llm_int8_skip_modules.",
     "": "Nothing to change: this model type has no faster path here.",
@@ -151,7 +151,7 @@ def doctor(
         kinds = _kinds(base, detect(base), card, None)
     elif model is not None:
         source = meta_model.source_of(model, quantization_config, trust_remote_code)
-        label, notes, meta = source.label, source.notes, meta_model.pack(source)
+        label, notes, meta = source.label, source.notes, meta_model.MetaModel(source)
         kinds = _kinds(meta.base, meta.layout, card, rank)
         if device.nbytes is not None:
             where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from .operands import (
 
 _LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}  # By CUDA device; set by eager calls
-_MOST_FORMS = 64  # Decisions that a module remembers
 
 
 class Backend(NamedTuple):
@@ -74,30 +73,7 @@ def stored_transposed(module: Any, weight: Operand | None) -> bool:
 
 
 def choose_backend(module: Any, call: Call) -> Backend:
-    """Return the backend of a call of this module, and why.
-
-    It is decided once for a module and a form of call, which the module's record then has: dtype,
-    device and autocast, the weights attached, their place, and the adapters' ranks, dtypes,
-    scalings and dropout. Of the number of tokens it matters whether there are any.
-    """
-    if torch.compiler.is_compiling():  # once for a graph
-        return _decide(module, call)
-    x, packed = call.x, cast(Any, call.weights)
-    weights = tuple(w and (w.serial or w.spec, w.codes.device, type(w.codes)) for w in packed)
-    lora = tuple(tuple((f.scaling, f.a.dtype, f.a.shape, f.drops) for f in fs) for fs in call.lora)
-    biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
-    trained = tuple(bias.requires_grad for bias in biases)
-    card = call.card or planned_card(x.device)
-    key = x.dtype, x.device, x.numel() > 0, call.autocast, card, weights, lora, trained
-    known = record_of(module).backends
-    if key not in known:
-        if len(known) >= _MOST_FORMS:  # scalings may change at each step
-            known.clear()
-        known[key] = _decide(module, call)
-    return known[key]
-
-
-def _decide(module: Any, call: Call) -> Backend:
+    """Return the backend of a call of this module, and why."""
     if call.weights[0] is None and call.weights[1] is None:
         return UNPACKED
     obstacle = fused_obstacle(module, call)
@@ -147,19 +123,16 @@ def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a lis
             return f"{name} is not packed"
         if module.has_bias and getattr(module, f"{name}_bias").requires_grad:
             return f"{name}_bias is trained"
-        # Adapters are concatenated into one of all their ranks. float32 factors are multiplied in
-        # 16 bit, as under autocast, and get float32 gradients.
-        rank = sum(factors.a.shape[0] for factors in lora) // weight.shape[0]
+        if len(lora) > 1:
+            return f"{len(lora)} adapters of {name} are active at a time"
+        # float32 factors are multiplied in 16 bit, as under autocast, and get float32 gradients.
         for factors in lora:
             if factors.drops:
                 return f"dropout stands before the LoRA of {name}"
-            if factors.scaling != lora[0].scaling:
-                scalings = f"{lora[0].scaling} and {factors.scaling}"
-                return f"the adapters of {name} are scaled by {scalings}"
             if autocast is None and factors.a.dtype not in (dtype, torch.float32):
                 return f"the LoRA of {name} is {factors.a.dtype}, the activations are {dtype}"
-        if rank > MAX_LORA_RANK:
-            return f"ranks of the adapters of {name} sum up to {rank}, over {MAX_LORA_RANK}"
+            if (rank := factors.a.shape[0] // weight.shape[0]) > MAX_LORA_RANK:
+                return f"the LoRA of {name} is of rank {rank}, over {MAX_LORA_RANK}"
         if len(weight.shape) != 3:
             return f"{name} has {len(weight.shape)} dimensions, not 3"
         asked = weight.compute_dtype

@@ -1,8 +1,8 @@
 """Checks a packed model before it runs: its codes must be intact and its adapters must have effect.
 
 Stock PEFT skips packed parameters in silence, or wraps them in a layer that the experts forward
-does not use. The hooks here raise, as adapter weights are loaded and at the first forward with
-adapters. They look at names and attributes only, so that nothing of PEFT is imported.
+does not use. The hooks here raise at the first forward with adapters. They look at names and
+attributes only, so that nothing of PEFT is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..world import CHECKED, world
 from .forward_override import remove_liger
 from .operands import lora_source
 
-_NO_EFFECT = "would have no effect"
 _SEEN = "_moe_qlora_adapters_seen"
 _HANDLE = "_moe_qlora_adapter_guard"
 # By model: packed parameters that a cast could hit, and modules of packed experts. A copy has none.
@@ -53,15 +52,7 @@ def remove(model: nn.Module) -> None:
 def _before_load(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Load the codes of Linear layers; refuse LoRA weights for layers without effect."""
     load_linears(model, state_dict, prefix, rest[-1])
-    keys = (unwrapped_name(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
-    owners = {owner for owner, lora, _ in keys if lora}
-    if not owners:
-        return
-    for name, module, _ in iter_packed(model):
-        if unwrapped_name(name) in owners and lora_source(module) is None:
-            raise AdapterError(_message("being loaded", unwrapped_name(name), _NO_EFFECT))
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
@@ -130,14 +121,14 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
                     continue
                 wrapper = wrappers.get(name)
                 if wrapper is None or adapter not in wrapper.lora_A:
-                    raise AdapterError(_message(repr(adapter), name, "was not created"))
-                if getattr(wrapper, "lora_source", None) is None:
-                    raise AdapterError(_message(repr(adapter), name, _NO_EFFECT))
-
-
-def _message(adapter: str, name: str, what: str) -> str:
-    return (
-        f"LoRA adapter {adapter} on {name} {what}: stock PEFT cannot adapt packed experts by "
-        "itself; use moe_qlora.get_peft_model (moe_qlora.load_adapter for a saved adapter), or "
-        "give stock PEFT the config from moe_qlora.adapt_lora_config."
-    )
+                    what = "was not created"
+                elif getattr(wrapper, "lora_source", None) is None:
+                    what = "would have no effect"
+                else:
+                    continue
+                raise AdapterError(
+                    f"LoRA adapter {adapter!r} on {name} {what}: stock PEFT cannot adapt packed "
+                    "experts by itself; use moe_qlora.get_peft_model (moe_qlora.load_adapter for a "
+                    "saved adapter), or give stock PEFT the config from "
+                    "moe_qlora.adapt_lora_config."
+                )

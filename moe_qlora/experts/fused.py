@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from .backend import Call, find_gate, stored_transposed
-from .operands import LoraFactors, packed_weight
+from .operands import packed_weight
 from .projection import first_order, no_autocast, register_products
 
 
@@ -47,26 +47,15 @@ def read_inputs(module: Any, call: Call, index: Tensor, weights: Tensor) -> Inpu
     packed: Any = call.weights
     lora: list[Tensor] = []
     scalings: list[float | None] = []
-    for weight, factors in zip(packed, call.lora, strict=True):
+    for factors in call.lora:
         scalings.append(float(factors[0].scaling) if factors else None)
-        lora += joined_lora(factors, weight.shape[0])
+        lora += [tensor for each in factors for tensor in (each.a, each.b)]
     x = call.x.to(call.autocast or call.x.dtype).contiguous()
     gate: Any = find_gate(module)
     return Inputs(
         x, weights.contiguous(), index.contiguous(), biases, lora, scalings, packed, gate,
         stored_transposed(module, packed[0]),
     )  # fmt: skip
-
-
-def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]:
-    """Concatenate a and b of one projection's adapters along their ranks; () for none."""
-    if not lora:
-        return ()
-    if len(lora) == 1:
-        return lora[0].a, lora[0].b
-    a = torch.cat([f.a.view(experts, -1, f.a.shape[-1]) for f in lora], 1)
-    b = torch.cat([f.b.view(f.b.shape[0], -1, experts) for f in lora], 1)
-    return a.flatten(0, 1), b.flatten(1, 2)
 
 
 def make_layer(inputs: Inputs) -> Any:
@@ -135,10 +124,9 @@ def layer_backward(
     with torch.no_grad(), no_autocast(grad):
         top_k = weights.shape[-1]
         routing = kernels.Routing(saved[0], weights.numel(), layer.first.experts, top_k)
-        state = kernels.Saved(*saved[1:])
-        grads = kernels.backward(layer, routing, state, grad, operands, needs_x=needs_x)
-    factors = [g for g in (grads.a1, grads.b1, grads.a2, grads.b2) if g is not None]
-    return [grads.x, grads.weights, *factors]
+        grads = kernels.backward(layer, routing, saved[1:], grad, operands, needs_x=needs_x)
+    x, of_weights, *factors = grads
+    return [x, of_weights, *(factor for factor in factors if factor is not None)]
 
 
 # The custom operator of compiled graphs, whose arguments are tensors and plain numbers.

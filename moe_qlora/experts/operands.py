@@ -8,7 +8,7 @@ operator rebuilds it. Also here: the record of a module, with the source of its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
@@ -119,7 +119,6 @@ class ExpertsRecord:
     gate: tuple[Any, ...] | None = None  # Fields of `gate_kernels.Gate`, None for another gate
     gate_sought: bool = False  # Whether `gate` is known
     lora: Any = None  # Source of LoRA factors: `lora.active_lora(name)`
-    backends: dict[Any, Any] = field(default_factory=dict)  # Decisions of `choose_backend`
 
 
 _NO_RECORD = ExpertsRecord()  # Of modules without one, where none can be made: never changed

@@ -38,7 +38,7 @@ from ..lora.targets import base_model, expert_parameters, names_parameter, same_
 from ..models import named
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from ..planning.measure import Loss
+from ..planning.step import Loss
 from ..quantize import QuantizationReport, quantize_experts
 from ..train.prepare import PreparedTraining, prepare_training
 from .settings import ExpertsSettings

@@ -13,7 +13,6 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
     workspace.py            the buffer that is dequantized into
-    streams.py              a second branch of a graph, for small kernels that overlap large ones
     cards.py                device capabilities
     lang.py                 Triton, or names for it without; launches kernels, nothing on meta
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from .lang import aligned, launcher, tl, triton
 from .limits import cdiv, padded
 from .routing import Routing
-from .streams import SecondStream
 
 # Rows and columns of a program's step: the quickest of four on an H200 for
 # Qwen3-30B-A3B at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB of most
@@ -45,12 +44,9 @@ class Factors(NamedTuple):
 
 
 def pad_factors(
-    loras: Sequence[Lora | None], experts: int, dtype: torch.dtype, second: SecondStream
+    loras: Sequence[Lora | None], experts: int, dtype: torch.dtype
 ) -> list[Factors | None]:
-    """Return projections' factors as the matmuls read them, ranks padded by zeros.
-
-    B is copied on the second stream.
-    """
+    """Return projections' factors as the matmuls read them, ranks padded by zeros."""
     factors: list[Factors | None] = []
     for lora in loras:
         if lora is None:
@@ -63,22 +59,18 @@ def pad_factors(
             a = F.pad(a, (0, 0, 0, wide - rank))
         b = torch.empty(experts, out, wide, dtype=dtype, device=a.device)
         stored = aligned(lora.b.contiguous())
-        with second.overlapped(stored):
-            launcher(expert_major_kernel, (cdiv(out * wide, 64), cdiv(experts, 64)), stored)(
-                stored, b,
-                out * wide, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
-            )  # fmt: skip
+        launcher(expert_major_kernel, (cdiv(out * wide, 64), cdiv(experts, 64)), stored)(
+            stored, b, out * wide, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64
+        )
         factors.append(Factors(aligned(a), b, lora.scaling))
     return factors
 
 
 def factor_grad(
     like: Tensor, small: Tensor, stride: int, big: Tensor, routing: Routing, size: int,
-    second: SecondStream, *, rank: int | None = None, gathers: bool = False, over: bool = False,
+    *, rank: int | None = None, gathers: bool = False, over: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a factor, like `like`, from `(R, r)` rows and `(R, size)` ones.
-
-    It is computed on the second stream.
 
     small: rows `stride` apart, their first `rank` columns (None: all); big: sorted rows, or
     tokens' where `gathers`; over: the factor is B, expert fastest.
@@ -90,18 +82,16 @@ def factor_grad(
     rank = rank or stride
     cut = _GRAD_HIGH_RANK if rank > 32 else _GRAD_GATHERED if gathers else _GRAD
     strides = (real, 1) if over else (1, size)
-    with second.overlapped(small, big, first):
-        launcher(factor_grad_kernel, (cdiv(size, cut["BN"]), routing.experts), small)(
-            small, big, routing.order, routing.expert_offsets, first,
-            SMALL=stride, BIG=big.stride(0), SE=real * size, SN=strides[0], SJ=strides[1],
-            N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers, **cut,
-        )  # fmt: skip
-        if over:
-            total = out.numel() // routing.experts
-            launcher(expert_minor_kernel, (cdiv(total, 64), cdiv(routing.experts, 64)), first)(
-                first, out,
-                total, E=routing.experts, BQ=64, BE=64,
-            )  # fmt: skip
+    launcher(factor_grad_kernel, (cdiv(size, cut["BN"]), routing.experts), small)(
+        small, big, routing.order, routing.expert_offsets, first,
+        SMALL=stride, BIG=big.stride(0), SE=real * size, SN=strides[0], SJ=strides[1],
+        N=size, RANK=rank, REAL=real, TOP_K=routing.top_k, GATHERS=gathers, **cut,
+    )  # fmt: skip
+    if over:
+        total = out.numel() // routing.experts
+        launcher(expert_minor_kernel, (cdiv(total, 64), cdiv(routing.experts, 64)), first)(
+            first, out, total, E=routing.experts, BQ=64, BE=64
+        )
     return out
 
 

@@ -175,31 +175,19 @@ class Cut(NamedTuple):
     group: int  # Tiles of rows that go through the same features at a time
 
 
-_MIDDLE = dict.fromkeys((16, 32, 64, 128), Cut(128, 64, 3, 4, 8))
-"""The cut, by the rows in a tile: the code for 8.6 is quickest so on an H200, or less
-than 3 % behind."""
+_LARGE = dict.fromkeys((16, 32), Cut(128, 64, 4, 4, 8))
+_LARGE |= dict.fromkeys((64, 128), Cut(256, 64, 4, 8, 8))
+"""The cut on Hopper and datacenter Blackwell, by the rows in a tile: on an H200 as quick as torch's
+for many rows."""
 
-_SMALL = {**_MIDDLE, 128: Cut(128, 32, 4, 4, 8)}
-"""The same on a card with 99 KiB, where two programs fit at a time with half steps."""
-
-_LARGE = {
-    16: Cut(128, 64, 4, 4, 8),
-    32: Cut(128, 64, 4, 4, 8),
-    64: Cut(256, 64, 4, 8, 8),
-    128: Cut(256, 64, 4, 8, 8),
-}
-"""The same on Hopper and datacenter Blackwell: on an H200 as quick as torch's for many rows."""
-
-_MIDDLE_SHARED = 160 << 10
-"""Bytes of shared memory from which on `_MIDDLE` is used: 8.0 has 163 KiB."""
+_SMALL = {**dict.fromkeys((16, 32, 64), Cut(128, 64, 3, 4, 8)), 128: Cut(128, 32, 4, 4, 8)}
+"""The same elsewhere, where two programs fit 99 KiB: the code for 8.6 is quickest so on an H200,
+or less than 3 % behind."""
 
 
 def default(tile: int, device: torch.device) -> Cut:
     """Return the cut for tiles of `tile` rows."""
-    card = cards.card(device)
-    if card.runs_on:
-        return _LARGE[tile]
-    return (_MIDDLE if card.shared >= _MIDDLE_SHARED else _SMALL)[tile]
+    return (_LARGE if cards.card(device).runs_on else _SMALL)[tile]
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -14,7 +14,7 @@ ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER = 256, 512
 # 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at 1,024 1.35, torch's product
 # of dequantized weights alone 1.31.
 ROWS_IN_REGISTERS = 128, 1024
-MAX_LORA_RANK = 128  # Highest sum of the active adapters' ranks on one projection
+MAX_LORA_RANK = 128  # Highest rank of an adapter
 MAX_EXPERTS = 4094  # Their counts, and two more, are summed up at once in sorting
 TILE = 64  # Most rows in a tile, except in the quantized matmul
 WIDE_TILE = 128  # Rows in its tiles where experts have many: each tile decodes anew

@@ -26,7 +26,7 @@ never waits for the device, and every sum has one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from .lang import aligned
 from .limits import row_stride
 from .routing import Routing, route
 from .row_kernels import multiply_tokens, sum_to_tokens
-from .streams import SecondStream
 from .table import Matmul
 from .weights import PackedWeight
 
@@ -71,35 +70,17 @@ class Operands(NamedTuple):
     loras: Sequence[Lora | None]  # Of both projections
 
 
-class Saved(NamedTuple):
-    """Tensors saved for backward, without the inputs and the routing."""
-
-    pre: Tensor  # `(R, P)`
-    products: Tensor  # `(R (r1 + r2),)`: s1 x A1^T, and behind it s2 h A2^T
-
-
 class ForwardState(NamedTuple):
     """A forward up to the down projection."""
 
     assignments: Tensor  # `(T, k)`: the top-k index
     operands: Operands
     routing: Routing
-    saved: Saved
+    # For backward: pre `(R, P)`; and `(R (r1 + r2),)`, s1 x A1^T and behind it s2 h A2^T
+    saved: tuple[Tensor, Tensor]
     inner: Tensor  # `(R, I + r2)`
     matmul: Matmul  # Of the down projection
     name: str  # The workspace's buffer
-    operand: Any  # Of its first slice of features, None if it has not been prepared
-
-
-class Grads(NamedTuple):
-    """Gradients of `backward`: None without LoRA, or if not asked for."""
-
-    x: Tensor | None
-    weights: Tensor
-    a1: Tensor | None
-    b1: Tensor | None
-    a2: Tensor | None
-    b2: Tensor | None
 
 
 def _strip(count: int, width: int, like: Tensor, matmul: Matmul) -> Tensor:
@@ -107,43 +88,26 @@ def _strip(count: int, width: int, like: Tensor, matmul: Matmul) -> Tensor:
     return torch.empty(count, stride, dtype=like.dtype, device=like.device)[:, :width]
 
 
-def _ordered(x: Tensor, matmul: Matmul, second: SecondStream) -> Tensor:
-    """Return tokens' rows as the matmul's kernel reads them, put in order on the second stream."""
-    if matmul.kernel.reorder is None:
-        return x
-    out = torch.empty_like(x)
-    with second.overlapped():
-        matmul.kernel.reorder(x, out)
-    return out
-
-
 def _gather_gemm(
-    routing: Routing, x: Tensor, ordered: Tensor, matmul: Matmul, name: str, product: Tensor,
-    second: SecondStream, bias: Tensor | None = None,
+    routing: Routing, x: Tensor, matmul: Matmul, name: str, product: Tensor,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the matmul of the tokens' rows `ordered`, and the products of those of x with a bias.
+    """Return the matmul of the tokens' rows x, and their products with a bias.
 
-    Products with LoRA's factor, A or in backward B, are written to `product`. The second stream is
-    joined.
+    Products with LoRA's factor, A or in backward B, are written to `product`.
     """
     factors, dots, out = matmul.factors, None, None
     if bias is not None:
         dots = torch.empty(routing.count, dtype=torch.float32, device=x.device)
-    if factors is not None and matmul.backward:
-        second.join()  # b is written there, and read by the first stream
-    # Overlaps the product with LoRA's factor
-    with second.overlapped():
-        operand = matmul.kernel.prepare(matmul, routing, next(matmul.spans()), name)
     if factors is not None or bias is not None:
         factor = None if factors is None else factors.b if matmul.backward else factors.a
         scaling = 1.0 if factors is None else factors.scaling
         multiply_tokens(
             x, routing, factor, matmul.rank, not matmul.backward, scaling, product, bias, dots
         )
-    second.join()
+    ordered = x if matmul.kernel.reorder is None else matmul.kernel.reorder(x)
     for span in matmul.spans():
-        if span[0]:
-            operand = matmul.kernel.prepare(matmul, routing, span, name)
+        operand = matmul.kernel.prepare(matmul, routing, span, name)
         y = matmul.kernel.launch(ordered, matmul, operand, routing, span, product)
         if span == (0, matmul.features):
             return y, dots
@@ -161,8 +125,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
     count, recomputed, experts = index.numel(), workspace.in_backward(), layer.first.experts
-    second = SecondStream(x.device, count)
-    f1, f2 = pad_factors(operands.loras, experts, layer.dtype, second)
+    f1, f2 = pad_factors(operands.loras, experts, layer.dtype)
     # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
     matmul1, matmul2 = (
         table.choose(
@@ -170,50 +133,39 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
         )
         for packed, reused, f in ((layer.first, recomputed, f1), (layer.second, False, f2))
     )
-    ordered = _ordered(x, matmul1, second)
     routing = route(aligned(index.contiguous()), experts)
     sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
     product1, product2 = products.split_with_sizes(sizes)
-    pre, _ = _gather_gemm(routing, x, ordered, matmul1, "first", product1, second)
-    name = "second" if recomputed else "first"
-    operand = None
-    if not recomputed:
-        with second.overlapped():
-            operand = matmul2.kernel.prepare(matmul2, routing, next(matmul2.spans()), name)
+    pre, _ = _gather_gemm(routing, x, matmul1, "first", product1)
     inner = _strip(count, layer.sizes[-1] + matmul2.rank, x, matmul2)
     apply_gate(
         layer.gate, pre, bias1, routing, inner, None if f2 is None else f2.a, matmul2.rank,
         1.0 if f2 is None else f2.scaling, product2, ordered=matmul2.kernel.reorder is not None,
     )  # fmt: skip
-    second.join()
-    saved = Saved(pre, products)
-    return ForwardState(index, operands, routing, saved, inner, matmul2, name, operand)
+    name = "second" if recomputed else "first"
+    return ForwardState(index, operands, routing, (pre, products), inner, matmul2, name)
 
 
 def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
     """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed."""
     return _unpermute(
-        layer, state.inner, state.matmul, state.routing, state.name, state.operand, out,
+        layer, state.inner, state.matmul, state.routing, state.name, out,
         state.operands.weights, state.assignments, state.operands.biases[1],
     )  # fmt: skip
 
 
 def _unpermute(
-    layer: Layer, x: Tensor, matmul: Matmul, routing: Routing, name: str, operand: Any,
+    layer: Layer, x: Tensor, matmul: Matmul, routing: Routing, name: str,
     out: Tensor | None = None, weights: Tensor | None = None, index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the matmul of x's rows, summed to tokens `(T, N)`.
-
-    `operand` is that of the first slice of features, None if it has not been prepared.
-    """
+    """Return the matmul of x's rows, summed to tokens `(T, N)`."""
     if out is None:
         tokens = routing.count // routing.top_k
         out = torch.empty(tokens, matmul.features, dtype=layer.dtype, device=x.device)
     for span in matmul.spans():
-        if span[0] or operand is None:
-            operand = matmul.kernel.prepare(matmul, routing, span, name)
+        operand = matmul.kernel.prepare(matmul, routing, span, name)
         y = matmul.kernel.launch(x, matmul, operand, routing, span)
         sum_to_tokens(y, routing, out, span, weights, index, bias)
     return out
@@ -222,21 +174,23 @@ def _unpermute(
 def backward(
     layer: Layer,
     routing: Routing,
-    saved: Saved,
+    saved: Sequence[Tensor],
     grad: Tensor,
     operands: Operands,
     *,
     needs_x: bool = True,
-) -> Grads:
-    """Return the gradients of a forward, from its operands, its state and `grad` `(T, H)`."""
+) -> list[Tensor | None]:
+    """Return the gradients of a forward, from its operands, what it saved and `grad` `(T, H)`.
+
+    Those of x, None if not asked for, of the routing weights, of A1, B1, A2, B2, None without LoRA.
+    """
     experts, hidden, width, inner_size = layer.sizes
     count, device = routing.count, routing.ints.device
     grad = aligned(grad.to(layer.dtype).contiguous())
     x, weights = aligned(operands.x), operands.weights
     bias1, bias2 = operands.biases
     lora1, lora2 = operands.loras
-    second = SecondStream(x.device, count)
-    f1, f2 = pad_factors(operands.loras, experts, layer.dtype, second)
+    f1, f2 = pad_factors(operands.loras, experts, layer.dtype)
 
     owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
     held1 = workspace.is_current("first", device, owners[0])
@@ -249,33 +203,30 @@ def backward(
     )
 
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
-    ordered = _ordered(grad, matmul2, second)
-    u, dots = _gather_gemm(routing, grad, ordered, matmul2, name, product_g, second, bias2)
-    operand = None
-    if needs_x:
-        with second.overlapped():
-            operand = matmul1.kernel.prepare(matmul1, routing, next(matmul1.spans()), "first")
+    u, dots = _gather_gemm(routing, grad, matmul2, name, product_g, bias2)
     sizes = count * matmul1.rank, count * matmul2.rank
-    product1, product2 = saved.products.split_with_sizes(sizes)
+    pre, products = saved
+    product1, product2 = products.split_with_sizes(sizes)
     # u becomes h, the gate's output, and product_g is weighted, where a factor's gradient needs it.
     d_pre = _strip(count, width + matmul1.rank, u, matmul1)
     d_weights, weighted2 = torch.empty_like(weights), torch.empty_like(product2)
     gate_backward(
-        layer.gate, u, saved.pre, bias1, weights, dots, routing, d_pre, d_weights,
+        layer.gate, u, pre, bias1, weights, dots, routing, d_pre, d_weights,
         None if f1 is None else f1.b, matmul1.rank, 1.0 if f1 is None else f1.scaling, product_g,
         product2, weighted2, matmul2.rank,
     )  # fmt: skip
-    second.join()
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
-        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size, second)
-        b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, second, gathers=True,
-                    over=True)  # fmt: skip
+        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size)
+        b2 = factor_grad(
+            lora2.b, weighted2, f2.rank, grad, routing, hidden, gathers=True, over=True
+        )
     del u, weighted2
     if f1 is not None and lora1 is not None:
-        a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden, second,
-                    gathers=True, rank=f1.rank)  # fmt: skip
-        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, second, over=True)
-    dx = _unpermute(layer, d_pre, matmul1, routing, "first", operand) if needs_x else None
-    second.join()
-    return Grads(dx, d_weights, a1, b1, a2, b2)
+        a1 = factor_grad(
+            lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden, gathers=True,
+            rank=f1.rank,
+        )  # fmt: skip
+        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, over=True)
+    dx = _unpermute(layer, d_pre, matmul1, routing, "first") if needs_x else None
+    return [dx, d_weights, a1, b1, a2, b2]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,11 @@ from torch import Tensor
 from .limits import WORKSPACE_PART
 
 
-@dataclass
-class _Slot:
+class _Slot(NamedTuple):
     buffer: Tensor
     owner: Hashable = None  # Key of its content; only compared
     # Tensors whose addresses are in `owner`: referenced, so that none is reused meanwhile
-    alive: tuple[Tensor, ...] = field(default=(), repr=False)
+    alive: tuple[Tensor, ...] = ()
 
 
 Slots = dict[tuple[torch.device, str], _Slot]
@@ -70,19 +69,15 @@ def set_workspace_cap(nbytes: int | None) -> None:
     release_workspace()
 
 
-@cache
-def _default(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4 << 30
-    return int(torch.cuda.get_device_properties(device).total_memory) // WORKSPACE_PART
-
-
 def workspace_cap(device: torch.device) -> int:
     """Return the bound in bytes on this device."""
     if _cap is not None:
         return _cap
-    planned = _planned_on(device)
-    return _default(device) if planned is None else planned.cap
+    if (planned := _planned_on(device)) is not None:
+        return planned.cap
+    if device.type != "cuda":
+        return 4 << 30
+    return int(torch.cuda.get_device_properties(device).total_memory) // WORKSPACE_PART
 
 
 @contextmanager
@@ -141,7 +136,7 @@ def forget(device: torch.device) -> None:
     """Mark the buffers' content as unknown: a graph has written to them."""
     for key, slot in _slots.items():
         if key[0] == device:
-            slot.owner, slot.alive = None, ()
+            _slots[key] = _Slot(slot.buffer)
 
 
 def is_current(name: str, device: torch.device, owner: Hashable) -> bool:
@@ -163,18 +158,17 @@ def allocate(
     if not _persists(device):
         return torch.empty(shape, dtype=dtype, device=device), False
     slots, nbytes = _slots_on(device), math.prod(shape) * dtype.itemsize
-    slot = slots.get((device, name))
+    held, slot = is_current(name, device, owner), slots.pop((device, name), None)
     if slot is None or slot.buffer.numel() < nbytes:
-        slot = None
-        slots.pop((device, name), None)  # freed before the larger one is allocated
+        held, slot = False, None  # freed before the larger one is allocated
         if (planned := _planned_on(device)) is not None:
             buffer = planned.allocate(nbytes)
         else:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        slot = slots[device, name] = _Slot(buffer)
-    held = is_current(name, device, owner)
-    slot.owner, slot.alive = owner, alive
-    return slot.buffer[:nbytes].view(dtype).view(shape), held
+    else:
+        buffer = slot.buffer
+    slots[device, name] = _Slot(buffer, owner, alive)
+    return buffer[:nbytes].view(dtype).view(shape), held
 
 
 def in_backward() -> bool:

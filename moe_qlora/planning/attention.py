@@ -23,34 +23,21 @@ from ..errors import ConfigError
 EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
 _COUNTED = "moe_qlora_counted"
 
-MEASURED = (
-    "gpt-oss-20b trained 5.6 times as fast with it, at two thirds of the memory (one sequence of "
-    "4,096 tokens, one H200: commit 5f0f82d in tools/bench/results/model.csv)."
-)
-"""The gain of flex attention, and its measurement."""
 
-
-def eager_attention(model: nn.Module) -> str | None:
-    """Say that a model's attention is eager and may be flex; None where it is not, or may not.
-
-    Attributes of its classes decide, in transformers too: the model's own, and those of the
-    language model inside it.
-    """
+def eager_attention(model: Any) -> str | None:
+    """Return a sentence if a model's attention is eager and may be flex."""
     config: Any = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
-        return None
-    text = config.get_text_config()
-    models: list[Any] = [m for m in model.modules() if getattr(m, "config", None) is text]
-    inner = next((each for each in models if hasattr(each, "_supports_sdpa")), None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
     eager = getattr(text, "_attn_implementation", None) == EAGER
-    if not eager or inner is None or inner._supports_sdpa:
-        return None
-    if not all(getattr(each, "_supports_flex_attn", False) for each in (model, inner)):
+    # Attributes of its class decide, in transformers too.
+    if not eager or model._supports_sdpa or not model._supports_flex_attn:
         return None
     return (
-        f"{type(inner).__name__} supports no sdpa, so that attention is computed eagerly: for each "
+        f"{type(model).__name__} supports no sdpa, so that attention is computed eagerly: for each "
         "head it holds scores of the sequence's length squared. Pass "
-        f'attn_implementation="{FLEX}" to from_pretrained; {MEASURED}'
+        f'attn_implementation="{FLEX}" to from_pretrained; gpt-oss-20b trained 5.6 times as fast '
+        "with it, at two thirds of the memory (one sequence of 4,096 tokens, one H200: commit "
+        "5f0f82d in tools/bench/results/model.csv)."
     )
 
 
@@ -60,16 +47,14 @@ def set_attention(model: nn.Module, name: str) -> None:
     Raises:
         ConfigError: The model's class does not support it.
     """
+    flash = bool(getattr(model, "_supports_flash_attn", False))
     known = [EAGER]
     for kind, attribute in ((SDPA, "_supports_sdpa"), (FLEX, "_supports_flex_attn")):
         known += [kind] * bool(getattr(model, attribute, False))
     known += getattr(model, "_compatible_flash_implementations", None) or ()
     # transformers' own kernels, or a repository of the hub
-    flash = re.fullmatch(r"flash_attention_\d+|.*/.*", name)
-    if name not in known and not (flash and getattr(model, "_supports_flash_attn", False)):
-        known += ["a flash kernel, as flash_attention_2"] * getattr(
-            model, "_supports_flash_attn", False
-        )
+    if name not in known and not (flash and re.fullmatch(r"flash_attention_\d+|.*/.*", name)):
+        known += ["a flash kernel, as flash_attention_2"] * flash
         raise ConfigError(
             f"attention is {name!r}, which {type(model).__name__} does not support; give one of "
             f"{', '.join(known)}."
@@ -115,7 +100,7 @@ def _counted(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _fused(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     # The kernels lay their output out as (batch, length, heads, size), so that no copy follows.
     batch, heads, length, _ = query.shape
     size = value.shape[-1]
@@ -125,11 +110,12 @@ def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 @cache
-def _define_operator() -> None:
-    """Define the attention of plans as an operator, so that checkpoints can keep its output."""
+def _planned_attention() -> Any:
+    """Return the attention of plans: an operator, so that checkpoints can keep its output."""
     define: Any = torch.library.custom_op
-    operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
-    operator.register_fake(_planned_attention)
+    operator = define("moe_qlora::planned_attention", _fused, mutates_args=())
+    operator.register_fake(_fused)
+    return torch.ops.moe_qlora.planned_attention
 
 
 class FusedAttentionCall(torch.autograd.Function):
@@ -139,8 +125,7 @@ class FusedAttentionCall(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        _define_operator()
-        out, sums = torch.ops.moe_qlora.planned_attention(query, key, value)
+        out, sums = _planned_attention()(query, key, value)
         ctx.save_for_backward(query, key, value, mask, sums, out)
         return out
 

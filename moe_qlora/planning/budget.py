@@ -15,26 +15,25 @@ the loss's gradient for them, and that of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from ..kernels.limits import cdiv
-from .devices import partition, reserve_nbytes
+from .devices import reserve_nbytes
 
 LIBRARY_BYTES = 64 << 20
 """cuBLAS workspaces, which torch takes from its own allocator: 32 MiB on Hopper for each of the two
 threads that multiply, forward's and backward's."""
 
-OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")
-
-ALIASES = {
+OPTIMIZERS = {name: name for name in ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit")} | {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw_32bit": "paged_adamw",
 }
-"""Other names that transformers' Trainer has for these."""
+"""Optimizers by their names here and in transformers' Trainer."""
 
 _FLOAT32 = 4
 # bitsandbytes' own limits: weights to a block of statistics, and the smallest tensor whose moments
@@ -43,14 +42,19 @@ _BLOCK = 256
 _SMALLEST_8BIT = 4096
 _SMALLEST_PAGED = 100_000
 
+WEIGHTS = {
+    "packed experts": ("experts",),
+    "packed Linear layers": ("linear",),
+    "other weights": ("other",),
+    "quantization statistics": ("statistics", "expert statistics"),
+}
+"""The components of a peak that are weights, and the parts of `BlockTensor`s that they add up."""
+
+FIXED = (*WEIGHTS, "adapters", "optimizer states", "library workspace")
+"""The components that are there at any time."""
+
 COMPONENTS = (
-    "packed experts",
-    "packed Linear layers",
-    "other weights",
-    "quantization statistics",
-    "adapters",
-    "optimizer states",
-    "library workspace",
+    *FIXED,
     "gradients",
     "gradient buckets",
     "gathered weights",
@@ -62,16 +66,77 @@ COMPONENTS = (
 )
 """The components of a peak, in the order of the table."""
 
-WEIGHTS = dict(zip(COMPONENTS, ("experts", "linear", "other", "statistics"), strict=False))
-"""Those of them that are weights, with the part of a `BlockTensor`."""
-
-ENGINE_COMPONENTS = ("gradient buckets", "gathered weights")
-"""Those of them that only a run of several ranks has."""
-
 ENGINES = {"ddp": "DDP", "fsdp": "FSDP2"}
 """The engines by the names that `plan` takes."""
 
-_ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENTS)
+
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """One tensor that a block holds, as an engine may split it."""
+
+    part: str  # One of those in `WEIGHTS`, or "trained"
+    rows: int  # Size of its first dimension
+    row_numel: int  # Elements in a row
+    itemsize: int
+    parameter: bool = True  # A buffer is never split
+    padding: int = 0  # Rows that are there in runs of several ranks alone
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return (self.rows - self.padding) * self.row_numel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Block:
+    """The weights of one block."""
+
+    name: str
+    tensors: tuple[BlockTensor, ...] = ()
+    layer: bool = False  # Whether it is a decoder layer, which engines gather as one
+    slot: int = 0  # Bytes of packed experts with statistics in a slot of `choice.py`
+    active: int = 0  # Weights that one token is multiplied with
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """Number of weights of each trained tensor."""
+        return tuple(tensor.numel for tensor in self.tensors if tensor.part == "trained")
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the packed block without adapters."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.part != "trained")
+
+    @cached_property
+    def experts(self) -> int:
+        """Bytes of packed experts, with statistics."""
+        return self.nbytes("experts", "expert statistics")
+
+    def nbytes(self, *parts: str) -> int:
+        """Return the bytes of tensors of these parts."""
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.part in parts)
+
+    def without_experts(self) -> Block:
+        """Return the block with its packed experts in host memory."""
+        apart = ("experts", "expert statistics")
+        return replace(self, tensors=tuple(t for t in self.tensors if t.part not in apart))
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The memory of one block in a step, in bytes; see `step.py`."""
+
+    name: str
+    saved: int  # Saved by its forward for its backward
+    forward: int  # The most in its forward, beyond what was alive when it started
+    backward: int  # The most in its backward, beyond the same and the gradients that came later
+    gathered: int = 0  # Other ranks' shares that an engine gathers meanwhile
+    reduced: int = 0  # In backward also: gradients on their way to all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +162,12 @@ class Engine:
     ranks: int  # How many ranks hold the model together, each with data of its own
 
     def _on_rank(self, tensor: BlockTensor) -> BlockTensor:
-        if self.name != "fsdp" or not tensor.parameter:
-            return tensor
-        return replace(tensor, rows=cdiv(tensor.rows, self.ranks))
+        parts = self.ranks if self.name == "fsdp" and tensor.parameter else 1
+        return replace(tensor, rows=cdiv(tensor.rows, parts), padding=0)
 
     def on_rank(self, block: Block) -> Block:
         """Return what one rank holds of a block."""
-        tensors = tuple(map(self._on_rank, block.tensors))
-        statistics = sum(t.numel * t.itemsize for t in tensors if t.part == "statistics")
-        return replace(block, tensors=tensors, statistics=statistics)
+        return replace(block, tensors=tuple(map(self._on_rank, block.tensors)))
 
     def with_gathered(
         self, activities: Sequence[Activity], blocks: Mapping[str, Block]
@@ -117,10 +179,10 @@ class Engine:
         if self.name != "fsdp":
             return tuple(activities)
 
-        def gathered_nbytes(block: Block, *parts: str) -> int:
+        def gathered_nbytes(block: Block, part: str | None = None) -> int:
             # With padding; buffers were never cut.
-            cut = [t for t in block.tensors if t.parameter and (not parts or t.part in parts)]
-            return self.ranks * sum(t.numel * t.itemsize for t in map(self._on_rank, cut))
+            cut = [t for t in block.tensors if t.parameter and part in (None, t.part)]
+            return self.ranks * sum(self._on_rank(tensor).nbytes for tensor in cut)
 
         whole = {name: gathered_nbytes(block) for name, block in blocks.items()}
         root = sum(size for name, size in whole.items() if not blocks[name].layer)
@@ -136,16 +198,6 @@ class Engine:
             found.append(replace(activity, gathered=gathered, reduced=reduced))
         return tuple(found)
 
-    def buffers(self, blocks: Iterable[Block], itemsize: int) -> dict[str, int]:
-        """Return the bytes that the engine itself holds at any time, by component.
-
-        `blocks` are those of the whole model; `itemsize` is that of the adapters.
-        """
-        if self.name == "fsdp":
-            return {}
-        trained = (t for block in blocks for t in block.tensors if t.part == "trained")
-        return {"gradient buckets": sum(t.numel for t in trained) * itemsize}
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -157,80 +209,12 @@ class Settings:
     targets: str = "attention"  # As of `plan`
     adapter_dtype: str = "float32"  # "float32" (what `get_peft_model` gives) or "bfloat16"
     optimizer: str = "adamw"  # One of `OPTIMIZERS`
-    foreach: bool = True  # Whether AdamW's step takes all weights at once, as it does on CUDA
     checkpointing: bool = True  # Whether layers are computed again in backward
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
-    workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
     attention: str | None = None  # As `attn_implementation`; None is what the model says
     prepared: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
     engine: Engine | None = None  # None in one process, spread over devices or not
     offload: bool = False  # Whether packed experts lie in host memory
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTensor:
-    """One tensor that a block holds, as an engine may split it."""
-
-    part: str  # "experts", "linear", "statistics", "trained" or "other"
-    rows: int  # Size of its first dimension
-    row_numel: int  # Elements in a row
-    itemsize: int
-    parameter: bool = True  # A buffer is never split
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.row_numel
-
-
-@dataclass(frozen=True)
-class Block:
-    """The weights of one block."""
-
-    name: str
-    tensors: tuple[BlockTensor, ...] = ()
-    statistics: int = 0  # Bytes of quantization statistics, which runs of several ranks may pad
-    expert_statistics: int = 0  # Those of packed experts
-    dequantized: int = 0  # Bytes of the largest weight that is dequantized at once
-    layer: bool = False  # Whether it is a decoder layer, which engines gather as one
-    slot: int = 0  # Bytes of packed experts with statistics in a slot of `hosting.py`
-    active: int = 0  # Weights that one token is multiplied with
-
-    @cached_property
-    def parts(self) -> dict[str, int]:
-        """Bytes of the tensors of each part."""
-        sizes = dict.fromkeys(WEIGHTS.values(), 0) | {"trained": 0}
-        for tensor in self.tensors:
-            sizes[tensor.part] += tensor.numel * tensor.itemsize
-        return sizes | {"statistics": self.statistics}
-
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """Number of weights of each trained tensor."""
-        return tuple(tensor.numel for tensor in self.tensors if tensor.part == "trained")
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the packed block without adapters."""
-        return sum(self.parts[part] for part in WEIGHTS.values())
-
-    def without_experts(self) -> Block:
-        """Return the block with its packed experts in host memory."""
-        rest = self.statistics - self.expert_statistics
-        tensors = tuple(tensor for tensor in self.tensors if tensor.part != "experts")
-        return replace(self, tensors=tensors, statistics=rest, expert_statistics=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Activity:
-    """The memory of one block in a step, in bytes; see `meta_step`."""
-
-    name: str
-    saved: int  # Saved by its forward for its backward
-    forward: int  # The most in its forward, beyond what was alive when it started
-    backward: int  # The most in its backward, beyond the same and the gradients that came later
-    gathered: int = 0  # Other ranks' shares that an engine gathers meanwhile
-    reduced: int = 0  # In backward also: gradients on their way to all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,8 +263,8 @@ def optimizer_nbytes(
     step's temporaries, in addition to states and gradients.
     """
     if optimizer == "adamw":
-        # The step takes the root of all second moments at once (torch's foreach implementation),
-        # or of one after the other: the root, its quotient, and that of the weight before.
+        # The step takes the root of all second moments at once (torch's foreach implementation, on
+        # CUDA), or of one after the other: the root, its quotient, and that of the weight before.
         total, largest = itemsize * sum(sizes), itemsize * max(sizes, default=0)
         return 2 * total, 0, total if foreach else 3 * largest
     resident = paged = 0
@@ -295,44 +279,31 @@ def optimizer_nbytes(
     return resident, paged, 0
 
 
+@dataclass(frozen=True)
 class StepBudget:
     """The memory of any run of neighbouring blocks on one device in a training step.
 
     The blocks of a group must share a device; groups come in placing order, activities in running
-    order, and the loss belongs to the last. `itemsize` is that of the adapters. `extra` are bytes
-    of an engine's own that are there at any time, by component, and `library` those of libraries'
-    workspaces.
+    order, and the loss belongs to the last.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[Block]],
-        activities: Sequence[Activity],
-        settings: Settings,
-        itemsize: int,
-        *,
-        extra: Mapping[str, int] | None = None,
-        library: int = LIBRARY_BYTES,
-    ) -> None:
-        self.groups = groups
-        self.settings = settings
-        self.extra, self.library = dict(extra or {}), library
-        self.components = COMPONENTS if settings.engine else _ONE_PROCESS
-        self.last = activities[-1].name if activities else ""
-        self._states = [
-            optimizer_nbytes(
-                settings.optimizer,
-                [n for b in group for n in b.trained],
-                itemsize,
-                foreach=settings.foreach,
-            )
-            for group in groups
-        ]
-        self._blocks = {block.name: block for group in groups for block in group}
-        self._own = {name: itemsize * sum(b.trained) for name, b in self._blocks.items()}
-        self._gradients = [sum(self._own[block.name] for block in group) for group in groups]
-        place = {block.name: index for index, group in enumerate(groups) for block in group}
-        self._run = [(place[a.name], a) for a in activities if a.name in place]
+    groups: Sequence[Sequence[Block]]
+    activities: Sequence[Activity]
+    settings: Settings
+    itemsize: int  # Of the adapters
+    workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
+    extra: Mapping[str, int] = field(default_factory=dict)  # More at any time, by component
+    library: int = LIBRARY_BYTES  # Of libraries' workspaces
+    foreach: bool = True  # Whether AdamW's step takes all weights at once, as it does on CUDA
+
+    @cached_property
+    def _own(self) -> dict[str, int]:
+        """Bytes of the trained weights of each block."""
+        return {b.name: self.itemsize * sum(b.trained) for group in self.groups for b in group}
+
+    @cached_property
+    def _place(self) -> dict[str, int]:
+        return {block.name: at for at, group in enumerate(self.groups) for block in group}
 
     def nbytes(self, first: int, last: int) -> int:
         """Return the peak of the groups [first, last) on one device."""
@@ -344,80 +315,94 @@ class StepBudget:
         last = len(self.groups) if last is None else last
         fixed, moments = self._fixed(first, last), list(self._moments(first, last))
         moment, highest = max(moments, key=lambda moment: sum(moment[1].values()))
-        names, parts = self.components, highest | fixed
+        alone = () if self.settings.engine else ("gradient buckets", "gathered weights")
+        names, parts = [name for name in COMPONENTS if name not in alone], highest | fixed
         return Peak(
             nbytes=sum(parts.values()),
             moment=moment,
             parts={name: parts.get(name, 0) for name in names},
             largest={n: max(parts.get(n, 0) for _, parts in moments) for n in names} | fixed,
-            paged=sum(paged for _, paged, _ in self._states[first:last]),
+            paged=self._states(first, last)[1],
         )
 
-    def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
-        """Return the blocks on devices of these bytes: even, or as ranks of an engine have them."""
-        spans = [(0, len(self.groups))] * len(capacities)
+    def spans(self, capacities: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the groups [first, last) of each device: even, or all for ranks of an engine."""
         if len(capacities) > 1 and not self.settings.engine:
-            spans = partition(len(self.groups), capacities, cache(self.nbytes))
+            return partition(len(self.groups), capacities, cache(self.nbytes))
+        return [(0, len(self.groups))] * len(capacities)
+
+    def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
+        """Return the blocks on devices of these bytes."""
         uses, peak_of = [], cache(self.peak)
-        for index, (capacity, (first, last)) in enumerate(zip(capacities, spans, strict=True)):
+        for index, (first, last) in enumerate(self.spans(capacities)):
             names = [block.name for group in self.groups[first:last] for block in group]
             peak = peak_of(first, last) if names else None
             reserve = 0 if peak is None else reserve_nbytes(peak.nbytes)
             blocks = () if self.settings.engine else tuple(names)
-            uses.append(DeviceUse(index, capacity, peak, reserve, blocks))
+            uses.append(DeviceUse(index, capacities[index], peak, reserve, blocks))
         return tuple(uses)
 
-    def peaks_on(self, uses: Sequence[DeviceUse]) -> list[int]:
-        """Return the peak of each device that holds the blocks of an earlier budget, 0 for none."""
-        peaks, first, last = [], 0, len(self.groups)
-        for use in uses:
-            if not self.settings.engine:
-                last = first + sum(group[0].name in use.blocks for group in self.groups)
-            peaks.append(self.nbytes(first, last) if first < last else 0)
-            first = 0 if self.settings.engine else last
-        return peaks
+    def _states(self, first: int, last: int) -> tuple[int, int, int]:
+        sizes = [n for group in self.groups[first:last] for block in group for n in block.trained]
+        name = self.settings.optimizer
+        return optimizer_nbytes(name, sizes, self.itemsize, foreach=self.foreach)
 
     def _fixed(self, first: int, last: int) -> dict[str, int]:
         blocks = [block for group in self.groups[first:last] for block in group]
         fixed = {
-            **{name: sum(b.parts[part] for b in blocks) for name, part in WEIGHTS.items()},
-            "adapters": sum(self._gradients[first:last]),
-            "optimizer states": sum(resident for resident, _, _ in self._states[first:last]),
+            **{name: sum(b.nbytes(*parts) for b in blocks) for name, parts in WEIGHTS.items()},
+            "adapters": sum(self._own[block.name] for block in blocks),
+            "optimizer states": self._states(first, last)[0],
             "library workspace": self.library,
         }
-        if self.settings.workspace:
-            packed = any(b.parts["experts"] or b.slot for b in blocks)
-            fixed["decode scratch"] = self.settings.workspace * packed
+        if self.workspace:
+            fixed["decode scratch"] = self.workspace * any(block.slot for block in blocks)
         for name, nbytes in self.extra.items():
             fixed[name] = fixed.get(name, 0) + nbytes
         return fixed
 
     def _moments(self, first: int, last: int) -> Iterator[tuple[str, dict[str, int]]]:
         """Yield each moment that can be the peak, with its bytes beside the fixed ones."""
-        every = sum(self._gradients[first:last])
-        steps = [step for _, _, step in self._states[first:last]]
-        step = sum(steps) if self.settings.foreach else max(steps, default=0)
+        every = sum(self._own[b.name] for group in self.groups[first:last] for b in group)
+        step = self._states(first, last)[2]
         yield "the optimizer's step", {"gradients": every, "optimizer step": step}
         accumulates = self.settings.accumulation > 1
         saved, later = 0, every
-        for index, activity in self._run:
-            if not first <= index < last:
+        for activity in self.activities:
+            if not first <= self._place.get(activity.name, -1) < last:
                 continue
             later -= self._own[activity.name]
             before, after = (every, every) if accumulates else (0, later)
+            at_work = "layer at work" if activity is not self.activities[-1] else "logits and loss"
             for phase, work, gradients, gathered in (
                 ("forward", activity.forward, before, activity.gathered),
                 ("backward", activity.backward, after, activity.gathered + activity.reduced),
             ):
-                parts = {"kept activations": saved, "gradients": gradients}
-                parts["gathered weights"] = gathered
-                if activity.name == self.last:
-                    parts["logits and loss"] = work
-                else:
-                    dequantized = 0
-                    if not self.settings.workspace:
-                        dequantized = min(self._blocks[activity.name].dequantized, work)
-                    parts["layer at work"] = work - dequantized
-                    parts["decode scratch"] = dequantized
-                yield f"{phase} of {activity.name}", parts
+                parts = {"kept activations": saved, "gradients": gradients, at_work: work}
+                yield f"{phase} of {activity.name}", parts | {"gathered weights": gathered}
             saved += activity.saved
+
+
+def partition(
+    count: int, capacities: Sequence[int], load: Callable[[int, int], int]
+) -> list[tuple[int, int]]:
+    """Spread the blocks 0 .. count - 1 over devices in order, so that the fullest is least full.
+
+    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
+    is added. Returns (first, last) for each device.
+    """
+
+    def filled(fullness: float) -> list[tuple[int, int]]:
+        spans, first = [], 0
+        for size in capacities:
+            ends = range(first + 1, count + 1)
+            last = first + bisect_right(ends, size * fullness, key=partial(load, first))
+            spans.append((first, last))
+            first = last
+        return spans
+
+    low, high = 0.0, 1.000001 * load(0, count) / max(capacities)
+    for _ in range(32):  # Halvings of the interval of the fullest device's fullness
+        middle = (low + high) / 2
+        low, high = (low, middle) if filled(middle)[-1][1] == count else (middle, high)
+    return filled(high)

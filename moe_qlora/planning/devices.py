@@ -1,36 +1,37 @@
-"""Sizes of devices, and how a row of blocks is spread over them evenly; free of torch."""
+"""GPUs by name, and devices as `plan` is given them."""
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+from math import ceil
+from typing import Any, NamedTuple
 
-from ..errors import did_you_mean
+from ..errors import ConfigError, did_you_mean
+from ..kernels.cards import PORTABLE, Card, of_capability
 from ..layout import parse_bytes
-from .hosting import Pace
 
 CONTEXT_BYTES = 600 << 20
 """Bytes of a CUDA process before its first tensor: context, kernels, libraries."""
 
-_HALVINGS = 32  # Of the interval in which the fullest device's fullness is looked for
-
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
 
-
-Capability = tuple[int, int]
-"""A compute capability of CUDA."""
+_SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
 
 
 class Gpu(NamedTuple):
     """A GPU that is known by name."""
 
     nbytes: int  # Memory, in whole GiB
-    capability: Capability
+    capability: tuple[int, int]  # Of CUDA
     tflops: int  # Of dense bf16 products (fp16 before capability 8.0), as its maker says
+
+
+class Pace(NamedTuple):
+    """How quick a device copies and computes. As given here: an H200, where all were measured."""
+
+    link: float = 55e9  # Bytes a second, from page-locked host memory
+    rate: float = 300e12  # Operations a second in a training step
 
 
 GPUS = {
@@ -63,14 +64,12 @@ estimates, their nominal sizes less what drivers and error correction keep.
 """
 
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
-
-
 _MAKER = re.compile(r"NVIDIA|GEFORCE|TESLA|QUADRO|RTX|[\s_-]")
 _BY_PLAIN_NAME = {_MAKER.sub("", name.upper()): name for name in GPUS}
 
 
 def gpu_named(text: str) -> str | None:
-    """Return the entry of `GPUS` that a text names; None where it names none.
+    """Return the entry of `GPUS` that a text names, if any.
 
     ValueError where cards of that name differ in memory.
     """
@@ -79,14 +78,6 @@ def gpu_named(text: str) -> str | None:
     if sizes and plain not in _BY_PLAIN_NAME:
         raise ValueError(f"{text.strip()} has more than one size; write {' or '.join(sizes)}")
     return _BY_PLAIN_NAME.get(plain)
-
-
-def gpu_of_device(name: str) -> Gpu | None:
-    """Return what is known of a device by the name that CUDA gives it; None for others."""
-    plain = _MAKER.sub("", name.upper())
-    words = {_MAKER.sub("", word.upper()): key for key in GPUS for word in (key.split("-")[0], key)}
-    found = max((word for word in words if word and word in plain), key=len, default=None)
-    return None if found is None else GPUS[words[found]]
 
 
 def pace_of(gpu: Gpu | None) -> Pace:
@@ -98,62 +89,70 @@ def pace_of(gpu: Gpu | None) -> Pace:
     return Pace(link, Pace().rate * gpu.tflops / GPUS["H200"].tflops)
 
 
+def pace_named(name: str) -> Pace:
+    """Return the pace of a device by the name that CUDA gives it."""
+    plain = _MAKER.sub("", name.upper())
+    words = {_MAKER.sub("", word.upper()): key for key in GPUS for word in (key.split("-")[0], key)}
+    found = max((word for word in words if word and word in plain), key=len, default=None)
+    return pace_of(None if found is None else GPUS[words[found]])
+
+
 def unknown_gpu(text: str) -> str:
     """Return the end of a sentence, without its full stop, that a text names no card of `GPUS`."""
     near = did_you_mean(text.strip(), [*_BY_PLAIN_NAME, *GPUS])
     return f"card that is known{near}: {', '.join(GPUS)}"
 
 
-def parse_gpus(text: str) -> list[tuple[int, Gpu | None]]:
-    """Return each device of "24GiB,2xH100": its bytes, and its card, None for a size alone.
+def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card, Pace]:
+    """Return the bytes of each device that `gpus` names, their card, and how quick the slowest is.
 
-    ValueError where it is no such list.
+    `gpus` is a text as "24GiB,2xH100", bytes, or a list of these. Where cards differ, or one has no
+    name, the card is `PORTABLE`.
     """
+    if gpus is None:
+        return (), PORTABLE, Pace()
+    entries = [gpus] if isinstance(gpus, (str, int)) else gpus
     found: list[tuple[int, Gpu | None]] = []
-    for part in text.split(","):
-        counted = _COUNTED.fullmatch(part.strip())
-        count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
-        if not 1 <= count <= 1024:
-            raise ValueError(f"{part.strip()!r} asks for {count} devices; give 1 to 1024")
-        name = gpu_named(one)
-        try:
-            size = parse_bytes(one) if name is None else GPUS[name].nbytes
-        except ValueError as error:
-            if one.strip().isdecimal():
-                raise ValueError(str(error)) from None
-            text = f"{one.strip()!r} is neither a size (24GiB, 80GB, 500MiB) nor a "
-            raise ValueError(text + unknown_gpu(one)) from None
-        if size <= 0:
-            raise ValueError(f"{one!r} is no size of a device; it must be over 0")
-        found += [(size, None if name is None else GPUS[name])] * count
-    return found
+    try:
+        for entry in entries:
+            for part in (f"{entry}B" if isinstance(entry, int) else str(entry)).split(","):
+                found += _device(part)
+        if (least := min(size for size, _ in found)) < _SMALLEST_DEVICE:
+            meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
+            raise ValueError(f"{least} is a number of bytes; write {meant}")
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}.") from error
+    capabilities = {gpu and gpu.capability for _, gpu in found}
+    known = capabilities.pop() if len(capabilities) == 1 else None
+    pace = Pace(*map(min, zip(*(pace_of(gpu) for _, gpu in found), strict=True)))
+    return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE, pace
+
+
+def _device(text: str) -> list[tuple[int, Gpu | None]]:
+    """Return devices such as "24GiB" or "2xH100": bytes, and the card unless it is a size alone."""
+    counted = _COUNTED.fullmatch(text.strip())
+    count, one = (1, text) if counted is None else (int(counted[1]), counted[2])
+    if not 1 <= count <= 1024:
+        raise ValueError(f"{text.strip()!r} asks for {count} devices; give 1 to 1024")
+    if (name := gpu_named(one)) is not None:
+        return [(GPUS[name].nbytes, GPUS[name])] * count
+    try:
+        size = parse_bytes(one)
+    except ValueError:
+        if one.strip().isdecimal():
+            raise
+        said = f"{one.strip()!r} is neither a size (24GiB, 80GB, 500MiB) nor a "
+        raise ValueError(said + unknown_gpu(one)) from None
+    if size <= 0:
+        raise ValueError(f"{one.removesuffix('B')} is no size of a device; it must be over 0")
+    return [(size, None)] * count
 
 
 def reserve_nbytes(peak: int) -> int:
     """Return the bytes that a device needs in addition to a peak: its context, and gaps."""
-    return CONTEXT_BYTES + int(peak * FRAGMENTATION)
+    return CONTEXT_BYTES + int(peak * FRAGMENTATION) if peak else 0
 
 
-def partition(
-    count: int, capacities: Sequence[int], load: Callable[[int, int], int]
-) -> list[tuple[int, int]]:
-    """Spread the blocks 0 .. count - 1 over devices in order, so that the fullest is least full.
-
-    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
-    is added. Returns (first, last) for each device.
-    """
-
-    def filled(fullness: float) -> list[tuple[int, int]]:
-        spans, first = [], 0
-        for size in capacities:
-            ends = range(first + 1, count + 1)
-            last = first + bisect_right(ends, size * fullness, key=partial(load, first))
-            spans.append((first, last))
-            first = last
-        return spans
-
-    low, high = 0.0, 1.000001 * load(0, count) / max(capacities)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if filled(middle)[-1][1] == count else (middle, high)
-    return filled(high)
+def tensors_limit(capacity: int, gaps: float = FRAGMENTATION) -> int:
+    """Return the largest peak that so many bytes hold with gaps of this part of it."""
+    return ceil((capacity + 1) / (1 + gaps)) - 1

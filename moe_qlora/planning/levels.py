@@ -1,4 +1,4 @@
-"""How much a decoder layer keeps between forward and backward: levels, and how to run each.
+"""How to run a decoder layer so that it keeps what its level says between forward and backward.
 
     recompute   its input; backward computes the layer again
     part        also what the experts save for backward, attention's output and its log-sum-exp:
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,17 @@ _ATTENTIONS = ("scaled_dot_product_attention", "planned_attention", "segment_att
 _OF_TOKENS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
 """Dimensions of lengths, in arguments of so many dimensions: offsets, positions, hidden, masks."""
 
+# Of torch.compile
+_OPTIONS = {
+    # Before torch 2.13 Dynamo does not look at parameters of a dictionary that it saw in the
+    # call before: code for fp32 adapters ran on bf16 ones (TRL casts their `.data`), past
+    # their end. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
+    "skip_tensor_guards_with_matching_dict_tags": False,
+    # Versions of one function: `compute` has some for each class of layers. Then it runs
+    # eagerly, without an error.
+    "recompile_limit": 64,
+}
+
 
 def compute(
     level: str,
@@ -62,27 +73,22 @@ def compute(
     *,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Compute a layer's function so that it keeps what its level keeps.
+    """Compute `function(*args, **kwargs)`, a layer, so that it keeps what a level says.
 
-    Args:
-        level: One of `LEVELS`.
-        function: Called as `function(*args, **kwargs)`.
-        args: Tensors that the layer's gradients flow to are among these.
-        kwargs: Other arguments.
-        preserve_rng_state: Whether a recomputation draws the random numbers of the forward; not
-            where a CUDA graph sees to it.
+    Tensors that the layer's gradients flow to are among `args`. `preserve_rng_state`: whether a
+    recomputation draws the random numbers of the forward; not where a CUDA graph sees to it.
     """
     if level == KEEP:
         return function(*args, **kwargs)
-
-    def call(*args: Any) -> Any:
-        return function(*args, **kwargs)
-
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if level != RECOMPUTE and torch.compiler.is_compiling():
         how["context_fn"] = _part if level == PART else _attention
     elif level != RECOMPUTE:
-        how["context_fn"] = partial(_contexts, level)
+        how["context_fn"] = partial(_eager_contexts, level)
+
+    def call(*args: Any) -> Any:
+        return function(*args, **kwargs)
+
     return checkpoint(call, *args, **how)
 
 
@@ -106,21 +112,9 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function)
-    how = {
-        # Before torch 2.13 Dynamo does not look at parameters of a dictionary that it saw in the
-        # call before: code for fp32 adapters ran on bf16 ones (TRL casts their `.data`), past
-        # their end. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
-        "skip_tensor_guards_with_matching_dict_tags": False,
-        # Joined LoRA (train/joined_lora.py) holds a product on an object for the next layers, which
-        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
-        "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
-        # Versions of one function: `compute` has some for each class of layers. Then it runs
-        # eagerly, without an error.
-        "recompile_limit": 64,
-    }
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(how):
+        with torch._dynamo.config.patch(_OPTIONS):
             return compiled(*args, **kwargs)
 
     return run
@@ -145,55 +139,53 @@ def _alike(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return args
 
 
-def _contexts(level: str) -> tuple[_Both, _Both]:
+def _eager_contexts(level: str) -> tuple[_AroundAttention, _AroundAttention]:
     """Return contexts for the forward of an eager layer's checkpoint and its recomputations."""
-    keeps, takes = kept_tensors() if level == PART else (nullcontext(), nullcontext())
-    held: deque[Any] = deque()
-    return _Both(keeps, _KeepsAttention(held)), _Both(takes, _TakesAttention(held))
+    saves, takes = kept_tensors() if level == PART else (nullcontext(), nullcontext())
+    again: deque[Any] = deque()  # Contexts of the recomputation of each attention
 
-
-class _Both:
-    """Two contexts, which may be entered again: torch recomputes once for each backward."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        self.stack = ExitStack()
-        for context in self.contexts:
-            self.stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
-
-
-class _KeepsAttention(TorchFunctionMode):
-    """Runs each attention in the first of two selective contexts, and leaves the second."""
-
-    def __init__(self, held: deque[Any]) -> None:
-        super().__init__()
-        self.held = held
-
-    def context(self) -> AbstractContextManager[Any]:
-        forward, again = _attention()
-        self.held.append(again)
+    def keep() -> Any:
+        forward, recomputation = _attention()
+        again.append(recomputation)
         return forward
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _ATTENTIONS:
-            return func(*args, **(kwargs or {}))
-        with self.context():
-            return func(*args, **(kwargs or {}))
-
-
-class _TakesAttention(_KeepsAttention):
-    def context(self) -> AbstractContextManager[Any]:
+    def take() -> Any:
         # A second backward of the same forward computes it again.
-        return self.held.popleft() if self.held else nullcontext()
+        return again.popleft() if again else nullcontext()
+
+    # A recomputation may end early; the next one starts at the first attention.
+    return _AroundAttention(keep, saves), _AroundAttention(take, takes, again.clear)
+
+
+class _AroundAttention(TorchFunctionMode):
+    """Runs each attention in a context of its own, and all in another.
+
+    It may be entered again: torch recomputes once for each backward.
+    """
+
+    def __init__(
+        self,
+        context: Callable[[], Any],
+        whole: AbstractContextManager[Any],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.context, self.whole, self.end = context, whole, end
+
+    def __enter__(self) -> _AroundAttention:
+        self.whole.__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.held.clear()  # of a recomputation that ended early; the next one starts at the first
+        self.end()
+        self.whole.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attends = getattr(func, "__name__", "") in _ATTENTIONS
+        with self.context() if attends else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def _part() -> Any:
@@ -207,8 +199,8 @@ def _attention() -> Any:
 def _of_part(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().partition(".")[0]
     # A projection's last argument says whether it is kept.
-    experts = "moe_qlora::experts_layer", "moe_qlora::experts_projection"
-    if name == experts[0] or (name == experts[1] and args[-1]):
+    projection = name == "moe_qlora::experts_projection" and args[-1]
+    if projection or name == "moe_qlora::experts_layer":
         return CheckpointPolicy.MUST_SAVE
     return _of_attention(ctx, operator)
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError, check_numbers
-from ..kernels.cards import PORTABLE, Card, of_capability
+from ..errors import ConfigError, MoeQloraError, check_numbers
 from ..layout import dtype_name, human_bytes
 from ..models.files import refuse_yaml
-from . import meta_model
-from .budget import ALIASES, ENGINES, OPTIMIZERS, Engine, Settings
-from .devices import pace_of, parse_gpus
-from .hosting import Pace
-from .planner import Planner
-from .report import MemoryPlan
-from .search import best_of, fit_of, largest
+from .attention import FLEX
+from .budget import ENGINES, OPTIMIZERS, Engine, Settings
+from .devices import devices_of
+from .model import DTYPES, source_of
+from .planner import LIGER_LOSS, Planner
+from .report import Best, MemoryPlan
 
-_LONGEST = 1 << 20  # tokens
-_LARGEST_BATCH = 1 << 12
-_SEQ_STEP = 64  # tokens
-_MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
-_SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
+_MOST = {"batch": 1 << 20, "seq": 1 << 20, "rank": 1 << 16, "accumulation": 1 << 30}
 _KINDS: dict[str, tuple[Any, str]] = {
     "targets": (
         str,
@@ -33,6 +27,27 @@ _KINDS: dict[str, tuple[Any, str]] = {
 }
 _LORA = {"rank": "rank", "targets": "targets", "dtype": "adapter_dtype"}
 """Keys of `plan`'s `lora`, and the fields of `Settings` that they set."""
+
+_BOTH: dict[str, Any] = {"targets": "attention,experts"}
+_ATTENTION: dict[str, Any] = {"targets": "attention"}
+_SMALL: dict[str, Any] = {"adapter_dtype": "bfloat16", "optimizer": "adamw_8bit"}
+_LOW_RANK = {**_SMALL, "rank": 8}
+RUNGS: tuple[dict[str, Any], ...] = (
+    _BOTH,
+    _BOTH | _SMALL,
+    _BOTH | _LOW_RANK,
+    _ATTENTION,
+    _ATTENTION | _LOW_RANK,
+    _BOTH | _LOW_RANK | {"offload": True},
+    _ATTENTION | _LOW_RANK | {"offload": True},
+)
+"""Settings of docs/memory.md, the best first: more trained weights come before less memory, and
+experts in host memory, whose copies take time, last."""
+
+_SHARED = ("batch", "seq", "optimizer", "accumulation", "prepared", "offload", "engine")
+"""Settings under which a planner's model and its steps are the same."""
+
+_SHORTEST = 64  # tokens
 
 
 def plan(
@@ -66,26 +81,23 @@ def plan(
         seq_len: Tokens in a sequence. Default: 4096.
         lora: A `LoraConfig`; or the names that get LoRA, by comma: "attention" (the default),
             "all-linear", "experts", or modules as `target_modules` of a `LoraConfig` takes them; or
-            a dict of "rank" (16), "targets" (such names) and "dtype" ("float32", which PEFT gives
-            adapters, or "bfloat16"). A name that the model does not have is an error.
+            a dict of "rank" (16), "targets" (such names) and "dtype" ("float32", the default, or
+            "bfloat16").
         optimizer: "adamw", the default, "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
-        attention: As `attn_implementation` of `from_pretrained`: "eager", "sdpa",
-            "flex_attention" or a flash kernel; None is what the configuration or model says, else
-            transformers' choice.
+        attention: As `attn_implementation` of `from_pretrained`; None is what the configuration or
+            model says, else transformers' choice.
         gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
-            on the card that is named; where cards differ, or a size alone is given, as on any card
-            of compute capability 8.0 and above.
+            on the card that is named, else as on any card of compute capability 8.0 and above.
         engine: "ddp" or "fsdp" (FSDP2), over all of `gpus` or over so many ranks ("fsdp:4", which
-            must divide the number of `gpus`). The plan is then of each rank: one process with one
-            of the GPUs. Without, layers are spread over the GPUs in one process.
+            must divide the number of `gpus`). The plan is then of each rank, a process with one of
+            the GPUs. Without, layers are spread over the GPUs in one process.
         memory: Bytes, or a text as "24GiB", that a process may take of each device; None for all.
         offload: Whether packed experts lie in host memory, as `enabled(offload=True)` loads them,
             on one GPU or on each under DDP. `fit` is then of as many on the device as `fit_memory`
-            brings there. Copies are taken to be as quick as PCIe of the GPUs' generation, or for a
-            size alone as an H200's host (55 GB/s). Default: no.
-        prepared: Whether `prepare_training` is called: where Liger knows the model, it computes the
-            loss a few tokens at a time, without the logits of all. What its other kernels and
-            torch.compile save is not counted. Default: no.
+            brings there, with copies as quick as PCIe of the GPUs' generation, or for a size alone
+            as an H200's host (55 GB/s). Default: no.
+        prepared: Whether `prepare_training` is called: where Liger knows the model, its loss needs
+            no logits of all tokens. What else that saves is not counted. Default: no.
 
     Raises:
         CheckpointError: There is no such model, or transformers cannot build it.
@@ -127,12 +139,12 @@ def plan_settings(
     if memory is not None:
         limit = devices_of(memory, "memory")[0][0]
         capacities = tuple(min(limit, size) for size in capacities) or (limit,)
-    settings = replace(settings_of(asked, lora_config), engine=_engine(engine, len(capacities)))
-    source = meta_model.source_of(model, quantization_config, trust_remote_code)
+    count, ranks = len(capacities), _engine(engine, len(capacities))
+    settings = replace(_settings_of(asked, lora_config), engine=ranks)
+    source = source_of(model, quantization_config, trust_remote_code)
     planner = Planner(source, settings, lora_config, card, pace)
     if settings.offload:
-        ranks = settings.engine
-        if len(capacities) > 1 if ranks is None else ranks.name != "ddp":
+        if count > 1 if ranks is None else ranks.name != "ddp":
             raise ConfigError(
                 "offload is True, and experts in host memory are copied to one GPU, or to each of "
                 "its own under DDP: give one GPU, or ddp, or leave offload out."
@@ -146,22 +158,35 @@ def plan_settings(
     if capacities and search:
         report = replace(
             report,
-            largest_seq=largest(planner, capacities, "seq", _SEQ_STEP, _LONGEST),
-            largest_batch=largest(planner, capacities, "batch", 1, _LARGEST_BATCH),
+            largest_seq=planner.largest(capacities, "seq"),
+            largest_batch=planner.largest(capacities, "batch"),
             best=best_of(planner, capacities, asked),
         )
     if capacities:
-        report = replace(report, fit=fit_of(planner, report.devices))
-    # The planner has notes once a step has run.
-    notes = (*source.notes, *planner.notes, *_engine_notes(planner, len(capacities)))
+        report = replace(report, fit=planner.fit(capacities))
+    notes = [*source.notes, *planner.notes]  # The planner has some once a step has run
+    if ranks is None and count > 1:
+        notes.append(
+            f"The layers are spread over the {count} GPUs in one process (device_map), and compute "
+            "one after the other."
+        )
+    elif ranks is not None and count > ranks.ranks:
+        groups = f"{count // ranks.ranks} groups of {ranks.ranks} ranks"
+        notes.append(f"{groups}; each group holds the whole model.")
+    if ranks is not None and ranks.name == "fsdp" and planner.meta.kind is not None:
+        whole = planner.with_settings(replace(settings, engine=None)).load_peak
+        notes.append(
+            f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "
+            "a model is loaded first and sharded then, as under accelerate's FSDP plugin, each "
+            f"rank loads the whole packed model, {human_bytes(whole)}."
+        )
     return replace(report, notes=tuple(dict.fromkeys(notes)))
 
 
-def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
-    """Return the settings of a step; those that make no sense are a `ConfigError`."""
+def _settings_of(asked: Mapping[str, Any], lora_config: Any) -> Settings:
     settings = Settings(**asked)
-    optimizer = ALIASES.get(settings.optimizer, settings.optimizer)
     dtype = dtype_name(settings.adapter_dtype)
+    optimizer = OPTIMIZERS.get(settings.optimizer, settings.optimizer)
     settings = replace(settings, optimizer=optimizer, adapter_dtype=dtype)
     if lora_config is not None:
         rank = getattr(lora_config, "r", settings.rank)
@@ -173,38 +198,11 @@ def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
     for name, most in _MOST.items():
         if getattr(settings, name) > most:
             raise ConfigError(f"{name} is {getattr(settings, name)}; plans go up to {most}.")
-    for name, values in {
-        "adapter_dtype": tuple(meta_model.DTYPES),
-        "optimizer": OPTIMIZERS,
-    }.items():
+    known = {"adapter_dtype": [*DTYPES], "optimizer": [*dict.fromkeys(OPTIMIZERS.values())]}
+    for name, values in known.items():
         if (value := getattr(settings, name)) not in values:
             raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
     return settings
-
-
-def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card, Pace]:
-    """Return the bytes of each device that `gpus` names, their card, and how quick the slowest is.
-
-    Where cards differ, or one has no name, the card is `PORTABLE`.
-    """
-    if gpus is None:
-        return (), PORTABLE, Pace()
-    try:
-        if isinstance(gpus, int) and gpus <= 0:
-            raise ValueError(f"{gpus} is no size of a device; it must be over 0")
-        entries = [gpus] if isinstance(gpus, (str, int)) else gpus
-        texts = (f"{entry}B" if isinstance(entry, int) else str(entry) for entry in entries)
-        found = [each for text in texts for each in parse_gpus(text)]
-        if (least := min(size for size, _ in found)) < _SMALLEST_DEVICE:
-            meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
-            raise ValueError(f"{least} is a number of bytes; write {meant}")
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}.") from error
-    capabilities = {gpu and gpu.capability for _, gpu in found}
-    known = capabilities.pop() if len(capabilities) == 1 else None
-    paces = [pace_of(gpu) for _, gpu in found]
-    pace = Pace(min(each.link for each in paces), min(each.rate for each in paces))
-    return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE, pace
 
 
 def _engine(asked: str | None, devices: int) -> Engine | None:
@@ -213,47 +211,81 @@ def _engine(asked: str | None, devices: int) -> Engine | None:
         return None
     name, _, number = str(asked).partition(":")
     ranks = int(number) if number.isdecimal() else 0 if number else devices
-    if name not in ENGINES:
-        raise ConfigError(f"engine is {asked!r}; give ddp or fsdp, or with ranks, as in fsdp:4.")
-    if not number and not devices:
-        raise ConfigError(f"{name} takes the number of ranks from gpus: give gpus, or {name}:2.")
-    if ranks < 2:
-        raise ConfigError(f"{name} is {number or ranks}; give the number of ranks, 2 or more.")
-    if not devices:
-        return Engine(name, ranks)
-    said = f"{name} is {ranks}, and gpus names {devices}: a rank has"
-    if ranks > devices:
-        less = f"{name} of at most {devices}" if devices > 1 else f"leave {name} out"
-        raise ConfigError(f"{said} a GPU to itself, so give at least {ranks} GPUs, or {less}.")
-    if name == "ddp" and ranks < devices:
+    if name not in ENGINES or ranks < 2:
         raise ConfigError(
-            f"{said} one GPU, and its layers are not spread over several; give {devices} ranks, or "
-            f"{ranks} GPUs."
+            f"engine is {asked!r} for {devices} gpus; give ddp or fsdp for 2 gpus or more, or with "
+            "the number of ranks, as in fsdp:4."
         )
-    if devices % ranks:
+    if devices and (devices != ranks if name == "ddp" else devices % ranks):
+        allowed = f"{devices}" if name == "ddp" else f"a number of ranks that divides {devices}"
         raise ConfigError(
-            f"{name} is {ranks}, which does not divide the {devices} GPUs of gpus into groups that "
-            "each hold the model; give a number that does."
+            f"{name} is {ranks}, and gpus names {devices}: a rank has one GPU to itself, so give "
+            f"{allowed}, or {ranks} GPUs."
         )
     return Engine(name, ranks)
 
 
-def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
-    engine = planner.settings.engine
-    if engine is None:
-        if devices > 1:
-            yield (
-                f"The layers are spread over the {devices} GPUs in one process (device_map), and "
-                "compute one after the other."
-            )
-        return
-    groups = devices // engine.ranks
-    if groups > 1:
-        yield f"{groups} groups of {engine.ranks} ranks; each group holds the whole model."
-    if engine.name == "fsdp" and planner.meta.kind is not None:
-        whole = planner.with_engine(None).load_peak
-        yield (
-            f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "
-            "a model is loaded first and sharded then, as under accelerate's FSDP plugin, each "
-            f"rank loads the whole packed model, {human_bytes(whole)}."
-        )
+def best_of(planner: Planner, capacities: Sequence[int], fixed: Collection[str]) -> Best | None:
+    """Return the best combination of settings that fits devices of these bytes; None for none.
+
+    Settings in `fixed` are kept. Where nothing fits with them, all but the LoRA's targets, the
+    batch and the sequence may change, and at last the sequence is halved, and one at a time.
+    """
+    defaults = {name: getattr(Settings(), name) for name in _SHARED}
+    planners = {replace(planner.settings, **defaults): planner}
+
+    def tried(settings: Settings) -> Best | None:
+        key = replace(settings, **defaults)
+        if key not in planners:
+            own = (settings, planner.lora_config, planner.card, planner.pace)
+            planners[key] = Planner(planner.source, *own)
+        try:
+            report = planners[key].with_settings(settings).report(capacities)
+        except MoeQloraError:  # A target that the model does not have
+            return None
+        if not report.fits:
+            return None
+        use, hosting = report.fullest, report.hosting
+        host = 0 if hosting is None else hosting.host_nbytes(hosting.most)
+        return Best(settings, use.needed, use.capacity, host)
+
+    targets = {"targets"} & set(fixed)
+    if planner.lora_config is not None:
+        targets |= {"targets", "rank"}
+    settings = planner.settings
+    for kept in (targets | set(fixed), targets):
+        for settings in _candidates(planner, len(capacities), kept):
+            if (found := tried(settings)) is not None:
+                return found
+    seq = settings.seq if settings.batch > 1 else settings.seq // 2
+    while seq >= _SHORTEST:
+        if (found := tried(replace(settings, batch=1, seq=seq))) is not None:
+            return found
+        seq //= 2
+    return None
+
+
+def _candidates(planner: Planner, devices: int, fixed: Collection[str]) -> Iterator[Settings]:
+    """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
+    asked = planner.settings
+    base: dict[str, Any] = {"checkpointing": True, "prepared": planner.model_type in LIGER_LOSS}
+    if planner.eager is not None:
+        base["attention"] = FLEX
+    engines = [asked.engine]
+    if asked.engine is None and devices > 1:
+        engines = [Engine(name, devices) for name in ENGINES]
+    seen: list[Settings] = []
+    for rung in RUNGS:
+        given = {name: value for name, value in (rung | base).items() if name not in fixed}
+        if not planner.expert_layers:
+            given |= _ATTENTION if "targets" in given else {}
+            if given.get("offload"):
+                continue
+        if "rank" in given:
+            given["rank"] = min(given["rank"], asked.rank)
+        for engine in engines:
+            alone = devices == 1 if engine is None else engine.name == "ddp"
+            settings = replace(asked, engine=engine, **given)
+            if settings not in seen and (alone or not given.get("offload")):
+                seen.append(settings)
+                yield settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,12 +22,13 @@ from ..kernels.weights import PackedWeight
 from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
-from . import attention, levels, meta_model, meta_step
-from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
-from .devices import reserve_nbytes
-from .hosting import ExpertLayer, Hosting, Pace, slots_nbytes
-from .meta_model import MetaModel, ModelSource, tells_layers_apart
+from . import attention
+from .budget import Activity, Block, Settings, StepBudget
+from .choice import KEEP, RECOMPUTE, Choices, ExpertLayer, PlannedFit, slots_nbytes
+from .devices import CONTEXT_BYTES, Pace, reserve_nbytes, tensors_limit
+from .model import MetaModel, ModelSource
 from .report import MemoryPlan
+from .step import NO_CAP, run_meta_step
 
 LIGER_LOSS = frozenset(
     (
@@ -37,6 +39,7 @@ LIGER_LOSS = frozenset(
 )
 """Model types with fused experts whose loss Liger 0.8.5 computes in chunks."""
 
+_SEQ_STEP, _LONGEST, _LARGEST_BATCH = 64, 1 << 20, 1 << 12  # Tokens, tokens, sequences
 
 Step = tuple[tuple[Activity, ...], int]
 """What each block does in a step, in running order, and the bytes of the workspace."""
@@ -51,25 +54,23 @@ class Planner:
         settings: Settings,
         lora_config: Any = None,
         card: Card = PORTABLE,
-        pace: Pace | None = None,
+        pace: Pace = Pace(),  # noqa: B008 - frozen
     ) -> None:
-        self.source = source
-        self.settings = settings
-        self.lora_config = lora_config
+        self.source, self.settings, self.lora_config = source, settings, lora_config
         self.card = card  # For which experts are computed
-        self.pace = Pace() if pace is None else pace  # For experts in host memory
+        self.pace = pace  # For experts in host memory
         self.notes: list[str] = []  # What to know about the figures, a sentence each
         self.eager: str | None = None  # That attention is eager, and may be flex
-        self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
         self.model_type = str(getattr(source.config, "model_type", ""))
-        self._step = cache(self._run_step)
+        self._run = cache(self._run_step)
 
     @cached_property
     def meta(self) -> MetaModel:
         """The model packed, adapted, and ready to run."""
-        source, asked = self.source, self.settings.targets
-        apart = tells_layers_apart(asked, self.lora_config, source.quantization)
-        return self._ready(source.repeats and not apart)
+        skips = getattr(self.source.quantization, "llm_int8_skip_modules", None)
+        # Settings that may name a layer by number may make it differ from others.
+        apart = self.lora_config is not None or re.search(r"\d", f"{skips}{self.settings.targets}")
+        return self._ready(self.source.repeats and not apart)
 
     @cached_property
     def rank_blocks(self) -> list[Block]:
@@ -82,18 +83,8 @@ class Planner:
     @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The blocks with packed experts, in the model's order."""
-        return tuple(
-            ExpertLayer(block.name, block.parts["experts"] + block.expert_statistics, block.slot)
-            for block in self.meta.blocks
-            if block.slot
-        )
-
-    def hosting(self, activities: Sequence[Activity]) -> Hosting:
-        """Return what packed experts cost in host memory, in a step with these activities."""
-        blocks = {block.name: block for block in self.meta.blocks}
-        layers, tokens = self.expert_layers, self.settings.batch * self.settings.seq
-        active = {a.name: blocks[a.name].active * tokens for a in activities}
-        return Hosting.of(layers, len(layers), self.pace, active)
+        blocks = (block for block in self.meta.blocks if block.slot)
+        return tuple(ExpertLayer(block.name, block.experts, block.slot) for block in blocks)
 
     def with_settings(self, settings: Settings) -> Planner:
         """Return the planner with settings under which the model and its steps are the same."""
@@ -102,15 +93,10 @@ class Planner:
         other.__dict__.pop("rank_blocks", None)  # of other shares
         return other
 
-    def with_engine(self, engine: Engine | None) -> Planner:
-        """Return the same with another engine, or with none."""
-        return self.with_settings(replace(self.settings, engine=engine))
-
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search."""
-        batch, seq = self.settings.batch, self.settings.seq
-        step = self.activities(batch, seq, capacities)
-        budget = self.budget(step)
+        step = self.step(capacities)
+        budget, engine = self.budget(step), self.settings.engine
         peak, uses = budget.peak(), budget.spread(capacities)
         return MemoryPlan(
             label=self.source.label,
@@ -126,45 +112,38 @@ class Planner:
             reserve=reserve_nbytes(peak.nbytes),
             devices=uses,
             device_map={name: use.index for use in uses for name in use.blocks} or None,
-            whole=self.with_engine(None).resident if self.settings.engine else None,
+            whole=sum(block.weights for block in self.meta.blocks) if engine else None,
             on_disk=self.source.on_disk,
-            hosting=self.hosting(step[0]) if self.settings.offload else None,
+            hosting=self.choices(step[0]) if self.settings.offload else None,
         )
 
-    def peak(self, batch: int, seq: int, capacities: Sequence[int] = ()) -> Peak:
-        """Return the peak on one device that holds all.
-
-        The workspace keeps to the cap that it has on devices of these bytes.
-        """
-        return self.budget(self.activities(batch, seq, capacities)).peak()
-
-    def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
-        """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        return self.budget(self.activities(batch, seq, capacities)).spread(capacities)
-
-    def activities(
-        self, batch: int, seq: int, capacities: Sequence[int] = (), *, level: str | None = None
-    ) -> Step:
+    def step(self, capacities: Sequence[int] = (), *, level: str | None = None) -> Step:
         """Return what each block does in a step, in running order, and the workspace's bytes.
 
-        `level` is that of all decoder layers, None for what the settings say.
+        `level` is that of all decoder layers, None for what the settings say. The workspace keeps
+        to the cap that it has on devices of these bytes.
         """
+        batch, seq = self.settings.batch, self.settings.seq
         if level is None:
             again = self.settings.checkpointing and _checkpoints(self.meta.base)
-            level = levels.RECOMPUTE if again else levels.KEEP
-        cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
-        activities, workspace = self._step(batch, seq, cap, level)
+            level = RECOMPUTE if again else KEEP
+        cap = min(capacities) // WORKSPACE_PART if capacities else NO_CAP
+        activities, workspace = self._run(batch, seq, cap, level)
         if activities and self.settings.prepared and self.model_type in LIGER_LOSS:
-            part, more = self._ligers_loss(batch * seq)
+            # Liger's fused linear cross-entropy takes as many tokens at a time as make logits of
+            # about the size of all hidden states, and has these states' gradient from forward on.
+            head, tokens = self.meta.base.get_output_embeddings(), batch * seq
+            chunk = 1 << (cdiv(tokens, cdiv(head.out_features, head.in_features)) - 1).bit_length()
+            itemsize = next(self.meta.base.parameters()).dtype.itemsize
+            part, more = min(chunk / tokens, 1.0), tokens * head.in_features * itemsize
             last = activities[-1]
             sizes = [int(s * part) + more for s in (last.saved, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
         return activities, workspace
 
     def budget(self, step: Step) -> StepBudget:
-        """Return the budget of what `activities` has returned."""
+        """Return the budget of what `step` has returned."""
         activities, workspace = step
-        settings = replace(self.settings, workspace=workspace)
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
         ordered = sorted(self.rank_blocks, key=lambda block: run.get(block.name, -1))
@@ -174,47 +153,121 @@ class Planner:
         groups: dict[str, list[Block]] = {}
         for block in ordered:
             groups.setdefault(leader[block.name], []).append(block)
-        extra = {"packed experts": slots_nbytes(self.expert_layers) if settings.offload else 0}
-        if (engine := settings.engine) is not None:
+        itemsize, extra = self.meta.itemsize, {}
+        if self.settings.offload:
+            extra["packed experts"] = slots_nbytes(self.expert_layers)
+        if (engine := self.settings.engine) is not None:
             whole = {block.name: block for block in self.meta.blocks}
             activities = engine.with_gathered(activities, whole)
-            extra |= engine.buffers(whole.values(), self.itemsize)
-        return StepBudget([*groups.values()], activities, settings, self.itemsize, extra=extra)
+            if engine.name == "ddp":
+                extra["gradient buckets"] = itemsize * sum(sum(b.trained) for b in whole.values())
+        args = [*groups.values()], activities, self.settings, itemsize
+        return StepBudget(*args, workspace=workspace, extra=extra)
 
-    def _ligers_loss(self, tokens: int) -> tuple[float, int]:
-        """Return the part of a loss that Liger computes at once, and the bytes of its gradient.
+    def choices(self, activities: Sequence[Activity]) -> Choices:
+        """Return what decoder layers can keep, in a step with these activities."""
+        settings, layers = self.settings, self.expert_layers
+        blocks = {block.name: block for block in self.meta.blocks}
+        tokens = settings.batch * settings.seq
+        active = {
+            a.name: blocks[a.name].active * tokens for a in activities if blocks[a.name].layer
+        }
+        most = len(layers) if settings.offload else 0
+        return Choices(active, settings.seq, layers, most, self.pace)
 
-        Its fused linear cross-entropy takes as many tokens at a time as make logits of about the
-        size of all hidden states, and has the hidden states' gradient from forward on.
+    def fit(self, capacities: Sequence[int]) -> PlannedFit | None:
+        """Return what layers can keep on devices of these bytes, in place of checkpointing.
+
+        None where the model has no decoder layers, or, with a note, these cannot be computed again.
         """
-        head = self.meta.base.get_output_embeddings()
-        vocabulary, hidden = head.out_features, head.in_features
-        chunk = 1 << (cdiv(tokens, cdiv(vocabulary, hidden)) - 1).bit_length()
-        itemsize = next(self.meta.base.parameters()).dtype.itemsize
-        return min(chunk / tokens, 1.0), tokens * hidden * itemsize
+        steps: dict[str, Step] = {}
+
+        def activities(level: str) -> tuple[Activity, ...]:
+            if level not in steps:
+                steps[level] = self.step(capacities, level=level)
+            return steps[level][0]
+
+        try:
+            choices = self.choices(activities(RECOMPUTE))
+        except ConfigError as error:
+            self.notes.append(f"What layers can keep of their activations is not known: {error}")
+            return None
+        if not choices.active:
+            return None
+        spans = self.budget(self.step(capacities)).spans(capacities)  # Blocks stay where they are
+
+        def fullest(activities: tuple[Activity, ...], freed: int) -> tuple[int, int]:
+            """Return the peak and the bytes of the device that lacks most."""
+            budget = self.budget((activities, max(workspace for _, workspace in steps.values())))
+            brought = choices.freed(choices.most) - freed  # The budget has experts on the host
+            peaks = (budget.nbytes(*span) + brought if span[0] < span[1] else 0 for span in spans)
+            pairs = zip(peaks, capacities, strict=True)
+            return max(pairs, key=lambda pair: pair[0] - tensors_limit(pair[1] - CONTEXT_BYTES))
+
+        def lacks(activities: tuple[Activity, ...]) -> int:
+            peak, capacity = fullest(activities, 0)
+            return peak - tensors_limit(capacity - CONTEXT_BYTES)
+
+        choice = choices.best(activities, lacks) or choices.at(0, activities, choices.most)
+        peak, capacity = fullest(choice.activities, choices.freed(choice.host))
+        return choices.fit(choice, peak, peak + reserve_nbytes(peak), capacity)
+
+    def largest(self, capacities: Sequence[int], name: str) -> int:
+        """Return the longest sequence ("seq") or the largest batch that fits, within 1/128; or 0.
+
+        A step is nearly affine in its tokens: each size that is tried is where the line through the
+        two that are nearest to the last one ends, at first through no tokens, or half way where
+        that is ruled out already.
+        """
+        grain, limit = (_SEQ_STEP, _LONGEST) if name == "seq" else (1, _LARGEST_BATCH)
+
+        def step(size: int) -> Step:
+            sizes: dict[str, Any] = {name: size * grain}
+            settings = replace(self.settings, **sizes)
+            return self.with_settings(settings).step(capacities)
+
+        def fullness(step: Step) -> float:
+            uses = self.budget(step).spread(capacities)
+            return max(use.needed / use.capacity for use in uses)
+
+        low, high = 0, limit // grain + 1
+        guess = min(max(getattr(self.settings, name) // grain, 1), high - 1)
+        tried = {0: fullness((tuple(Activity(a.name, 0, 0, 0) for a in step(guess)[0]), 0))}
+        while high - low > max(1, low // 128):
+            tried[guess] = fullness(step(guess))
+            low, high = (guess, high) if tried[guess] <= 1 else (low, guess)
+            first, second = sorted(tried, key=lambda size: abs(size - guess))[:2]
+            slope = (tried[second] - tried[first]) / (second - first)
+            end = first + (1 - tried[first]) / slope if slope > 0 else high
+            if low and low <= end < low + 1 and tried[low] > 1 - 1 / 128:
+                break
+            if not low <= end < high:
+                end = (low + high) / 2 if high in tried else high - 1
+            guess = max(int(end), low + 1)
+        return low * grain
 
     def _run_step(self, batch: int, seq: int, cap: int, level: str) -> Step:
-        meta = self.meta
+        meta, sizes = self.meta, {"batch": batch, "seq": seq}
         try:
-            where: dict[str, Any] = {"card": self.card, "workspace_cap": cap}
-            return meta_step.run_meta_step(
-                meta, self.itemsize, batch=batch, seq=seq, level=level, **where
-            )
+            return run_meta_step(meta, **sizes, level=level, card=self.card, workspace_cap=cap)
         except MoeQloraError:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)[:120]}"
-            classes = map(type, meta.base.modules())
-            liger = any(is_ligers(getattr(each, "forward", None)) for each in classes)
-            raise ConfigError(
+            said = (
                 f"{self.source.label}: a training step of this model cannot run on the meta device "
-                f"({why}), so that its memory cannot be planned.{_LIGER if liger else ''}"
-            ) from error
+                f"({why}), so that its memory cannot be planned."
+            )
+            if any(is_ligers(getattr(type(m), "forward", None)) for m in meta.base.modules()):
+                said += (
+                    " Liger has replaced classes of this model in this process, and its kernels "
+                    "cannot run there: plan before Liger is applied, or in another process."
+                )
+            raise ConfigError(said) from error
 
     def _ready(self, repeats: bool) -> MetaModel:
-        source = self.source
         with named.quiet():
-            model = source.build()
+            model: Any = self.source.build()
             if self.settings.attention is not None:
                 attention.set_attention(model, self.settings.attention)
             self.eager = attention.eager_attention(model)
@@ -222,26 +275,23 @@ class Planner:
                 self.notes.append(self.eager)
             if (counted := attention.make_countable(model)) is not None:
                 self.notes.append(counted)
-            meta = meta_model.pack(source, model, repeats=repeats)
+            meta = MetaModel(self.source, model, repeats=repeats)
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
-                meta_model.adapt(meta, self.settings, self.lora_config)
+                meta.adapt(self.settings, self.lora_config)
         if said and meta.emptied:  # It counts the weights that got no adapters
             return self._ready(False)
         self.notes += [f"{warning.message}" for warning in said]
         meta.model.train()
-        base: Any = meta.base
-        if self.settings.checkpointing and not _checkpoints(base):
+        if self.settings.checkpointing and not _checkpoints(model):
             self.notes.append(
-                f"{type(base).__name__} supports no gradient checkpointing; the plan is without."
+                f"{type(model).__name__} supports no gradient checkpointing; the plan is without."
             )
-        for module in base.modules():  # levels are in its place
+        for module in model.modules():  # levels are in its place
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
-        config = getattr(base, "config", None)
-        if config is not None:
-            config.use_cache = False
-            config.get_text_config().use_cache = False
+        if (config := getattr(model, "config", None)) is not None:
+            config.use_cache = config.get_text_config().use_cache = False
         return meta
 
     @property
@@ -280,9 +330,3 @@ def _checkpoints(model: Any) -> bool:
     """True if transformers would enable gradient checkpointing on a model."""
     layers = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
     return layers and bool(getattr(model, "supports_gradient_checkpointing", False))
-
-
-_LIGER = (
-    " Liger has replaced classes of this model in this process, and its kernels cannot run there: "
-    "plan before Liger is applied, or in another process."
-)

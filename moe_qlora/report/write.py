@@ -26,9 +26,9 @@ from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
 from ..models import named
 from ..models.files import MAX_JSON, read_json, reading
-from ..planning import meta_model
-from ..planning.blocks import blocks_of
+from ..planning import model as meta_model
 from ..planning.budget import WEIGHTS
+from ..planning.model import blocks_of
 from ..versions import installed_version
 
 _LOG, _ADAPTER, _MODEL = "trainer_state.json", "adapter_config.json", "config.json"
@@ -114,7 +114,7 @@ def _find(source: Any, base: Any) -> tuple[str, Any, Path | None, Path | None, P
 
 def _bytes(model: Any, quantization: Any, remote: bool) -> list[Any]:
     source = meta_model.source_of(model, quantization, remote)
-    meta = meta_model.pack(source)
+    meta = meta_model.MetaModel(source)
     blocks = blocks_of(meta.base, meta.parts)
     sizes = {name: sum(one.parts[part] for one in blocks) for name, part in WEIGHTS.items()}
     packed = {f"{part.module}.{part.leaf}": part.weight.kind for part in meta.parts}

@@ -6,6 +6,5 @@ fit.py          what decoder layers keep for backward in the given memory
 flat_rows.py    batches as one row of real tokens; segments.py: its attention
 graphs.py       decoder layers as CUDA graphs
 offload.py      packed experts in host memory, copied to the device ahead of use
-joined_lora.py  LoRA layers with the same input, as one product
 trainer_loop.py what Trainer repeats each step: walks of the module tree, a look for NaN
 """

@@ -1,8 +1,8 @@
 """`moe_qlora.fit_memory`: keep as many activations as the memory holds, and compute the rest again.
 
 It measures what each block allocates on each of three levels, on this very model
-(planning/measure.py), chooses by arithmetic that `plan` prints too (planning/choice.py,
-planning/hosting.py), sets it on the layers (layers.py), and says if the first steps take more.
+(planning/step.py), chooses by arithmetic that `plan` prints too (planning/choice.py), sets it on
+the layers (layers.py), and says if the first steps take more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import cached_property, partial
 from itertools import starmap
 from typing import Any
 
@@ -26,13 +25,11 @@ from ..errors import ConfigError, check_numbers
 from ..layout import human_bytes, parse_bytes
 from ..lora.targets import base_model
 from ..packing.decoders import PackedList
-from ..planning import levels
-from ..planning.blocks import slot_nbytes
-from ..planning.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
-from ..planning.choice import MORE_MEMORY, Choices, Ladder, LayerChoice, counted, sentence
-from ..planning.devices import FRAGMENTATION, gpu_of_device, pace_of
-from ..planning.hosting import ExpertLayer, Hosting, Pace
-from ..planning.measure import Loss, MeasuredModel
+from ..planning.budget import FIXED, Activity, Peak, Settings, StepBudget
+from ..planning.choice import RECOMPUTE, Choice, Choices, ExpertLayer, LayerChoice
+from ..planning.devices import FRAGMENTATION, Pace, pace_named, tensors_limit
+from ..planning.model import StepModel, slot_nbytes
+from ..planning.step import Loss, measure_step
 from .flat_rows import RowMemory, has_flat_rows, limit_lengths
 from .layers import LayerRunner, decoder_layers, runner_of
 from .offload import expert_groups, held_tensors, offload_of, tied_lists
@@ -55,24 +52,21 @@ def fit_memory(
 ) -> Fit:
     """Keep as many activations as the memory holds, and compute the rest again in backward.
 
-    A step then is as fast as this memory allows. Each decoder layer keeps all that backward needs,
-    a part (what the experts and attention save; in long sequences attention alone), or nothing but
-    its input. Steps of this model are measured for that, so call it when the model is complete:
-    after `get_peft_model`, Liger and `layer.compile()`, before the training loop. Gradients are
-    those of the same kernels.
+    Each decoder layer keeps all that backward needs, a part (what the experts and attention save;
+    in long sequences attention alone), or nothing but its input. Steps of this model are measured
+    for that, so call it when the model is complete: after `get_peft_model`, Liger and
+    `layer.compile()`, before the training loop. Gradients are those of the same kernels.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
     nothing fits, the error says what `offload_experts` would free.
 
     Gradient checkpointing does nothing until `remove`. Batches of more or longer sequences compute
-    their layers again, and so do layers that a step of text does not reach, as those of a vision
-    tower, whose memory is not planned. A training step writes no key-value cache; where it is given
-    one that holds tokens, layers keep all. The optimizer is taken to be AdamW with two states in
-    the trained weights' dtype; a warning says so if the first steps take more. Without
-    `prepare_training`, attention to padded batches may take more memory than is measured.
-
-    With torch.distributed running, every rank has to call it, and all ranks decide alike.
+    their layers again, and so do layers that a step of text does not reach, as a vision tower's,
+    whose memory is not planned. A step that is given a key-value cache with tokens keeps all. The
+    optimizer is taken to be AdamW with two states in the trained weights' dtype; a warning says so
+    if the first steps take more. Without `prepare_training`, attention to padded batches may take
+    more memory than is measured. Every rank of torch.distributed has to call it; all decide alike.
 
     Args:
         model: A transformers model, or a PEFT model around one, on one device.
@@ -80,10 +74,9 @@ def fit_memory(
         seq_len: Tokens in the longest sequence.
         memory: Bytes that tensors may take on the device, or a text such as "24GiB"; None for what
             the CUDA device has free, and what torch has reserved there.
-        loss: What computes the loss, where that is not the model's own, and so takes other memory
-            (the logits of all tokens in DPO, say): a function of the model and a batch, which is a
-            dict with `input_ids` and `labels`, `(batch_size, seq_len)` int64. It has one forward
-            with gradients, and beside it any without.
+        loss: What computes the loss, where that is not the model's own (DPO's, say): a function of
+            the model and a batch, a dict with `input_ids` and `labels`, `(batch_size, seq_len)`
+            int64. It has one forward with gradients, and beside it any without.
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
@@ -159,7 +152,7 @@ class Fit:
         for runner in self._runners.values():
             self._undo.callback(runner.end)
             self._undo.callback(setattr, runner, "level", None)
-            runner.level, runner.promised, runner.warned = levels.RECOMPUTE, promised, warned
+            runner.level, runner.promised, runner.warned = RECOMPUTE, promised, warned
         self._switch_checkpointing_off()
         trunk = getattr(base, "base_model", base)
         self._undo.callback(trunk.register_forward_pre_hook(self._before_forward).remove)
@@ -178,133 +171,137 @@ class Fit:
                 self._check_first_steps()
 
     def _choose(self, memory: int | str | None) -> None:
-        batch, seq = self._sizes
-        pace = _pace(self._device) if self._offload is not None else Pace()
-        # Ranks with other cards would choose by other paths.
-        pace = Pace(*(float(self._least(partial(int, x))) for x in (pace.link, pace.rate)))
+        (batch, seq), device, cuda = self._sizes, self._device, self._device.type == "cuda"
+        pace = _pace(device) if self._offload is not None else Pace()
 
-        def keeps_all() -> int:
-            self.memory = _limit_of(memory, self._device)
-            slots = tuple if self._offload is None else self._offload.slot_memory
-            measured = self._measured = MeasuredModel(self._model, slots)
-            self._measure_once(levels.RECOMPUTE)
-            ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
-            names = tuple(name for name in self._runners if name in ran)
-            if not names:
-                raise ConfigError(
-                    f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
-                    "step of text, which is what is measured."
-                )
-            active = {b.name: b.active * batch * seq for b in measured.blocks if b.name in ran}
-            could = self._could = Hosting.of(self._expert_layers, self._hosted, pace, active)
-            self._choices = Choices(names, Ladder.of(seq), could if could.most else None)
-            self._measure_once(levels.KEEP)
-            self._resident = _resident(measured, self._device, could.freed(could.most))
-            return int(self._needed_at(-1) <= self.memory)
+        def limits() -> list[int]:
+            limit = _limit_of(memory, device)
+            self._gaps = _gaps() if cuda else 0.0
+            return [-int(pace.link), -int(pace.rate), -limit, -tensors_limit(limit, self._gaps)]
 
-        # Where all can be kept, no part need be measured, which torch.compile takes long for.
-        self._set(-1 if self._least(keeps_all) else self._least(self._chosen))
-
-    def _chosen(self) -> int:
-        """Return the last place on the path that fits."""
-        path, memory = self._choices.path, self.memory
-        least = min(self._needed_at(at) for at, (_, steps) in enumerate(path) if not steps)
-        if least > memory:
-            most, every = self._could.most, len(self._could.layers)
-            where = f" and has experts of {most} in host memory" if most else ""
-            meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
-            advice, more = "", self._could.freed(every) - self._could.freed(most)
-            if more > 0 and self._needed(self._activities[levels.RECOMPUTE], every) <= memory:
-                freed = f"would free {more} bytes ({human_bytes(more)}), and the step would fit"
-                advice = f"moe_qlora.offload_experts(model) {freed}. "
+        link, rate, self.memory, limit = (-most for most in self._agreed(limits))
+        self._step = step = StepModel(self._model)
+        ran = {activity.name for activity in self._measure(RECOMPUTE)}
+        active = {b.name: b.active * batch * seq for b in step.blocks if b.name in ran}
+        active = {name: active[name] for name in self._runners if name in ran}
+        if not active:
             raise ConfigError(
-                f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes "
-                f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are "
-                f"missing. {meant if memory < 1024 else ''}{advice}{MORE_MEMORY}"
+                f"fit_memory: no decoder layer of {type(step.base).__name__} runs in a step of "
+                "text, which is what is measured."
             )
-        self._measure_once(self._choices.ladder.levels[1])
-        return next(at for at in reversed(range(len(path))) if self._needed_at(at) <= memory)
+        pace = Pace(float(link), float(rate))
+        choices = Choices(active, seq, self._expert_layers, self._hosted, pace)
+        freed = choices.freed(choices.most)
+        (self._resident,) = self._agreed(lambda: [_resident(step, device, freed)])
+        self._choices = choices
+        # Where all can be kept, no part need be measured, which torch.compile takes long for.
+        choice = choices.best(self._measure, lambda each: self._tensors(each) - limit)
+        if choice is None:
+            raise self._too_small()
+        self._set(choice)
 
-    def _least(self, find: Callable[[], int]) -> int:
-        """Return the least number that any rank finds; where one fails, all do."""
-        found, failed = -1, None
+    def _too_small(self) -> ConfigError:
+        choices, memory = self._choices, self.memory
+        activities, most, every = self._measure(RECOMPUTE), choices.most, len(choices.experts)
+        least = min(self._needed(activities, host) for host in range(most + 1))
+        where = f" and has experts of {most} in host memory" if most else ""
+        meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
+        advice, more = "", choices.freed(every) - choices.freed(most)
+        if more > 0 and self._needed(activities, every) <= memory:
+            advice = (
+                f"moe_qlora.offload_experts(model) would free {more} bytes ({human_bytes(more)}), "
+                "and the step would fit. "
+            )
+        return ConfigError(
+            f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes layers "
+            f"again{where} takes {human_bytes(least)}: {least - memory} bytes are missing. "
+            f"{meant if memory < 1024 else ''}{advice}Take a smaller batch_size or seq_len, or "
+            "give more memory."
+        )
+
+    def _agreed(self, find: Callable[[], list[int]]) -> list[int]:
+        """Return the most that any rank finds of each number; where one fails, all do."""
+        found, failed = list[int](), None
         try:
             found = find()
-        except Exception as error:  # noqa: BLE001 - other ranks wait for this one's number
+        except Exception as error:  # noqa: BLE001 - other ranks wait for this one's numbers
             failed = error
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             on = self._device if dist.get_backend() == "nccl" else torch.device("cpu")
-            least = torch.tensor(found, device=on)
-            dist.all_reduce(least, op=dist.ReduceOp.MIN)
-            found = int(least)
+            failures = torch.tensor(int(failed is not None), device=on)
+            dist.all_reduce(failures)
+            if failures and failed is None:
+                failed = ConfigError("fit_memory failed on another rank, whose error says why.")
+            if failed is None:
+                numbers = torch.tensor(found, device=on)
+                dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+                found = numbers.tolist()
         if failed is not None:
             raise failed
-        if found < 0:
-            raise ConfigError("fit_memory failed on another rank, whose error says why.")
         return found
 
-    def _measure_once(self, level: str) -> None:
-        if level in self._activities:
-            return
+    def _measure(self, level: str) -> tuple[Activity, ...]:
+        """Return what each block does in a step of this model, with all layers on a level."""
+        if level not in self._activities:
+            done: list[tuple[Activity, ...]] = []
+
+            def measure() -> list[int]:
+                done.append(self._measured(level))
+                return [size for a in done[0] for size in (a.saved, a.forward, a.backward)]
+
+            most = iter(self._agreed(measure))
+            sizes = zip(most, most, most, strict=True)
+            named = zip(done[0], sizes, strict=True)
+            self._activities[level] = tuple(Activity(a.name, *each) for a, each in named)
+        return self._activities[level]
+
+    def _measured(self, level: str) -> tuple[Activity, ...]:
         batch, seq = self._sizes
+        slots = tuple if self._offload is None else self._offload.slot_memory
         for runner in self._runners.values():
             runner.level, runner.measured = level, True
         try:
-            with _trainers_autocast(self._measured):
-                done = self._measured.step(batch, seq, loss=self._loss)
+            with _trainers_autocast(self._step, self._device):
+                return measure_step(self._step, batch, seq, loss=self._loss, slots=slots)
         except torch.cuda.OutOfMemoryError:
-            if level == levels.RECOMPUTE:
+            if level == RECOMPUTE:
                 raise ConfigError(
                     f"batch_size={batch} of seq_len={seq} tokens ran out of memory on "
                     f"{self._device} while two layers of each kind ran. Take a smaller batch_size "
                     "or seq_len; Liger's loss (use_liger_kernel=True) needs no logits of all."
                 ) from None
             # As much as no memory holds, so that no layer is on this level
-            below = self._activities[levels.RECOMPUTE]
-            done = tuple(Activity(a.name, 1 << 60, 1 << 60, 1 << 60) for a in below)
+            below = self._activities[RECOMPUTE]
+            return tuple(Activity(a.name, 1 << 60, 1 << 60, 1 << 60) for a in below)
         finally:
             for runner in self._runners.values():
                 runner.measured = False
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-        self._activities[level] = done
-
-    def _needed_at(self, place: int) -> int:
-        choice = self._choices.at(self._choices.path[place], self._activities)
-        return self._needed(choice.activities, choice.host)
 
     def _needed(self, activities: tuple[Activity, ...], host: int = 0) -> int:
         """Return the bytes that a step needs with experts of so many layers in host memory."""
+        return int((self._tensors(activities) - self._choices.freed(host)) * (1 + self._gaps))
+
+    def _tensors(self, activities: tuple[Activity, ...]) -> int:
+        """Return the bytes of tensors in a step, with all experts on the device."""
         planned = self._budget(activities)
         peak = self._resident + planned.nbytes
         if self._is_recorded and self._device.type == "cuda":
             # Layers have a memory pool of their own. What they keep and work with is not shared
             # with what the loss works with, nor with gradients, which come as activations go, and
             # with one layer that runs to be recorded.
-            parts = COMPONENTS[: COMPONENTS.index("gradients")]
-            always = sum(planned.parts[name] for name in parts)
-            once = sum(parameter.nbytes for parameter in self._measured.trained)
+            once = sum(parameter.nbytes for parameter in self._step.trained)
             once += self._work(activities, of_layers=True)
             once = max(once, self._work(activities, of_layers=False))
-            graphed = self._resident + always + self._pool(activities) + _OF_GRAPHS + once
-            peak = max(peak, graphed)
-        return self._with_gaps(peak - self._could.freed(host))
+            always = self._resident + sum(planned.parts[name] for name in FIXED)
+            peak = max(peak, always + self._pool(activities) + _OF_GRAPHS + once)
+        return peak
 
     def _budget(self, activities: tuple[Activity, ...]) -> Peak:
-        measured, (batch, seq) = self._measured, self._sizes
-        settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
-        blocks = [[block] for block in measured.blocks]
-        return StepBudget(blocks, activities, settings, measured.itemsize, library=0).peak()
-
-    def _with_gaps(self, nbytes: int) -> int:
-        return int(nbytes * (1 + self._gaps)) if self._device.type == "cuda" else nbytes
-
-    @cached_property
-    def _gaps(self) -> float:
-        # torch's allocator leaves fewer gaps with expandable segments.
-        known = torch.cuda.memory_snapshot()
-        expandable = any(segment.get("is_expandable") for segment in known)
-        return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
+        blocks, cuda = [[block] for block in self._step.blocks], self._device.type == "cuda"
+        args = blocks, activities, Settings(), self._step.itemsize
+        return StepBudget(*args, library=0, foreach=cuda).peak()
 
     @property
     def _is_recorded(self) -> bool:
@@ -319,22 +316,21 @@ class Fit:
         some = (a for a in activities if (a.name in self._runners) is of_layers)
         return max((max(a.forward, a.backward) - a.saved for a in some), default=0)
 
-    def _set(self, place: int) -> None:
-        choice = self._choices.at(self._choices.path[place], self._activities)
-        self.layers = choice.layers(self._choices.hosting)
-        self.peak = self._resident + self._budget(choice.activities).nbytes
-        self.peak -= self._could.freed(choice.host)
+    def _set(self, choice: Choice) -> None:
+        peak = self._resident + self._budget(choice.activities).nbytes
+        peak -= self._choices.freed(choice.host)
+        self._chosen = chosen = self._choices.fit(choice, peak, peak, self.memory)
+        self.layers, self.peak, self.gain = chosen.layers, chosen.peak, chosen.gain
         self._needs = self._needed(choice.activities, choice.host)
-        self.gain, self._saved = self._choices.gain(choice), self._choices.saved_by(choice)
         # A row without graphs may run while their memory stays reserved.
         pool = self._pool(choice.activities)
-        both = self._needs + self._with_gaps(pool)
+        both = self._needs + int(pool * (1 + self._gaps))
         for name, runner in self._runners.items():
-            runner.level = choice.levels.get(name, levels.RECOMPUTE)
+            runner.level = choice.levels.get(name, RECOMPUTE)
             runner.fits_beside = both <= self.memory
         if self._offload is not None:
             self._offload.hold(choice.host)
-        kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._runners)
+        kept = sum(a.saved for a in self._activities[RECOMPUTE] if a.name in self._runners)
         room = 1 + (self.memory - self._needs) / pool
         limit_lengths(self._model, RowMemory(room, kept / pool))
 
@@ -344,7 +340,17 @@ class Fit:
             return
         if not self._steps:
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._give_back_once()
+            waiting = [True]  # torch runs over its hooks: none may be removed meanwhile
+
+            def give_back(*_: Any) -> None:
+                # The memory of a step without graphs, before an optimizer makes its states: in
+                # gaps between these would be memory that graphs cannot use.
+                if waiting:
+                    waiting.clear()
+                    torch.cuda.empty_cache()
+
+            if self._is_recorded:
+                self._undo.callback(register_optimizer_step_pre_hook(give_back).remove)
         self._steps += 1
         if self._steps <= _STEPS_CHECKED:
             return
@@ -364,21 +370,6 @@ class Fit:
             within if max(peak, reserved) > self.memory else "",
         )
 
-    def _give_back_once(self) -> None:
-        """Give back the memory of a step without graphs, before an optimizer makes its states.
-
-        In gaps between these would be memory that graphs cannot use.
-        """
-        waiting = [True]  # torch runs over its hooks: none may be removed meanwhile
-
-        def give_back(*_: Any) -> None:
-            if waiting:
-                waiting.clear()
-                torch.cuda.empty_cache()
-
-        if self._is_recorded:
-            self._undo.callback(register_optimizer_step_pre_hook(give_back).remove)
-
     def remove(self) -> None:
         """Let the layers run as before."""
         self._undo.close()
@@ -390,8 +381,7 @@ class Fit:
         self.remove()
 
     def __str__(self) -> str:
-        sizes = counted(self.layers), self.peak, self.memory, self.gain
-        return sentence(*sizes, self._choices.hosting, self._saved)
+        return str(self._chosen)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -450,38 +440,39 @@ def _expert_layer(name: str, lists: Sequence[PackedList]) -> ExpertLayer:
 
 
 def _pace(device: torch.device) -> Pace:
-    """Return an estimate of how quick a device copies and computes."""
-    if device.type != "cuda":
-        return Pace()
-    return pace_of(gpu_of_device(torch.cuda.get_device_name(device)))
+    return pace_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else Pace()
 
 
-def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:
-    """Return the bytes on a device that `_budget` does not count: other tensors, workspaces.
+def _gaps() -> float:
+    """Return the part of a peak that torch's allocator leaves in gaps between tensors."""
+    expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+    return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
+
+
+def _resident(step: StepModel, device: torch.device, freed: int) -> int:
+    """Return the bytes on a device that a budget does not count: other tensors, workspaces.
 
     `freed` are those that it does not hold of experts in host memory.
     """
     if device.type != "cuda":  # AdamW counts its steps in a float32 tensor for each weight
-        return torch.float32.itemsize * len(measured.trained)
+        return torch.float32.itemsize * len(step.trained)
     torch.cuda.synchronize(device)
-    budget = StepBudget([measured.blocks], (), Settings(), measured.itemsize, library=0)
-    parts = budget.peak().parts
-    own = sum(size for name, size in parts.items() if name in (*COMPONENTS[:4], "adapters"))
+    own = sum(block.weights + step.itemsize * sum(block.trained) for block in step.blocks)
     return torch.cuda.memory_allocated(device) - (own - freed)
 
 
-def _trainers_autocast(measured: MeasuredModel) -> Any:
+def _trainers_autocast(step: StepModel, device: torch.device) -> Any:
     """Return the autocast that steps will run in, as far as it is known.
 
     Layers are compiled for it: else they would be compiled again in the first step.
     """
-    device, dtype = measured.device, getattr(measured.base, "dtype", None)
     if device.type != "cuda" or torch.is_autocast_enabled(device.type):
         return nullcontext()
     accelerate = sys.modules.get("accelerate.state")  # Imported, if there is a trainer
     states = {} if accelerate is None else accelerate.AcceleratorState._shared_state
     known = str(states.get("_mixed_precision"))
-    if known == "None" and any(p.dtype == torch.float32 for p in measured.trained):
-        known = str(dtype)  # Adapters in float32, as PEFT makes them, are for autocast
+    if known == "None" and any(p.dtype == torch.float32 for p in step.trained):
+        # Adapters in float32, as PEFT makes them, are for autocast
+        known = str(getattr(step.base, "dtype", None))
     named = {"bf16": torch.bfloat16, "fp16": torch.float16, "torch.bfloat16": torch.bfloat16}
     return torch.autocast(device.type, named[known]) if known in named else nullcontext()

@@ -27,7 +27,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +50,8 @@ _MOST = 8  # Recorded calls of a layer: the one not run for longest is given up 
 _LOGITS = "router_logits"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _RECORDS, _REPLAYS, _RUNS = "records", "replays", "runs without graphs"  # Layers of a pass
+# Origins of hooks that a graph may skip: the recording contains their effect.
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
-"""Origins of hooks that a graph may skip: the recording contains their effect."""
 
 
 class ObstacleError(Exception):
@@ -69,7 +68,6 @@ class LayerGraphs:
 
     def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
         self._start()
-        self.count = 0  # Of passes, but those that run before another one's backward
         self.waits: set[Any] | None = None  # Referenced by calls of a pass until their backward
         self._waits: Callable[[], Any] = lambda: None
         self._pass: str | None = None  # None: the first layer will decide
@@ -129,7 +127,7 @@ class LayerGraphs:
                         output_capturing._active_collector.get()[_LOGITS].extend(logits)
                     return out
             except ObstacleError as met:
-                self._warn(str(met))
+                self.warn(str(met))
         if self.recorded and not (runner.fits_beside or runner.measured):
             level = levels.RECOMPUTE
         return _compute(runner, level, args, kwargs, preserve_rng_state=True)
@@ -141,7 +139,6 @@ class LayerGraphs:
             if self._waits() is None:
                 self.waits, self._pass = set(), None
                 self._waits = weakref.ref(self.waits)
-                self.count += 1
                 # The memory of graphs is needed where it does not hold a row beside them.
                 if self._outdated or (row.alone and not runner.fits_beside and self.recorded):
                     self.forget()
@@ -160,12 +157,18 @@ class LayerGraphs:
             calls.known.clear()
         leaves, role, kind = calls.describe(args, kwargs)
         call = calls.known.pop(kind, None)
-        fits = call is not None and call.level == level
+        fits = call is not None and call.level == level and call.is_whole
         if self._pass is None:
             self._pass = _REPLAYS if fits else _RECORDS if self._ran else _RUNS
             self._ran = True
         if self._pass == _RECORDS:
-            call, fits = self._record(runner, level, args, kwargs, leaves, role), True
+            try:
+                call, fits = RecordedCall(self, runner, level, args, kwargs, leaves, role), True
+            except ObstacleError:  # This layer runs without graphs from now on
+                runner.graphs = runner.calls = None
+                raise
+            except Exception as error:  # noqa: BLE001 - capture may fail with anything
+                raise ObstacleError(self.give_up(leaves[0].device, error)) from None
             if len(calls.known) == _MOST:
                 del calls.known[next(iter(calls.known))]
         if call is not None:
@@ -175,38 +178,7 @@ class LayerGraphs:
         self._outdated |= self._pass == _REPLAYS
         return None
 
-    def _record(
-        self, runner: LayerRunner, level: str, args: Any, kwargs: Any, leaves: Any, role: Hashable
-    ) -> RecordedCall:
-        """Record a call of a layer; after a failure, all layers run without graphs."""
-        gathers = output_capturing._active_collector.get()
-        _, structure = tree_flatten((args, kwargs))
-
-        def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
-            args, kwargs = tree_unflatten(arguments, structure)
-            with _gathering(bool(gathers)) as logits:
-                out = _compute(runner, level, args, kwargs, preserve_rng_state=False)
-            return out, *logits
-
-        reserve = partial(runner.calls.reserve, runner.calls.places)
-        try:
-            with _gathering(False):  # A checkpoint's recomputation before the recording
-                return RecordedCall(runner.layer, compute, self, leaves, role, level, reserve)
-        except ObstacleError:
-            runner.graphs = runner.calls = None
-            raise
-        except Exception as error:  # noqa: BLE001 - capture may fail with anything
-            raise ObstacleError(self._give_up(leaves[0].device, self.pool, error)) from None
-
-    def record_backward(self, call: RecordedCall) -> None:
-        """Record a call's backward, unless it was forgotten meanwhile; likewise."""
-        if self._calls and call.count == self.count and call.pool == self.pool:
-            try:
-                call.record_backward()
-            except Exception as error:  # noqa: BLE001 - capture may fail with anything
-                self._warn(self._give_up(call.x.device, call.pool, error))
-
-    def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
+    def give_up(self, device: torch.device, error: Exception) -> str:
         """Let all layers run eagerly after an error in recording; return the reason in words."""
         _log.debug("recording a decoder layer failed", exc_info=error)
         failed: BaseException | None = error
@@ -217,12 +189,13 @@ class LayerGraphs:
         # It still belongs to the graph, and refuses to draw numbers.
         generator.graphsafe_set_state(generator.clone_state())
         with suppress(RuntimeError):  # If the recording failed earlier
-            torch._C._cuda_endAllocateToPool(device.index, pool)
+            torch._C._cuda_endAllocateToPool(device.index, self.pool)
         for runner in self._runners:
             runner.graphs = runner.calls = None
         return f"recording it failed ({type(error).__name__}: {first_line(error)})"
 
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Say once why a layer runs without graphs."""
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("prepare_training: a decoder layer runs without CUDA graphs: %s.", reason)
@@ -267,34 +240,33 @@ class LayerCalls:
         leaves, role = tree_leaves((args, kwargs)), (len(args), *kwargs)
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
-        shapes: list[Hashable] = []
+        kind: list[Hashable] = [role]
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 if leaf.requires_grad and position:
                     raise ObstacleError("it takes gradients to more than its hidden states")
                 # Numbers on the host are read when a call is recorded.
                 values = tuple(leaf.tolist()) if leaf.is_cpu and leaf.dim() == 1 else None
-                shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, values))
+                kind.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, values))
             elif isinstance(leaf, _CONSTANTS):
-                shapes.append((type(leaf), leaf))
+                kind.append((type(leaf), leaf))
             else:
                 raise ObstacleError(f"it is called with a {type(leaf).__name__}")
-        weights: list[Hashable] = []
         for module in self.layer.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 # A trained one may be replaced by another at the same address.
                 if tensor is not None:
-                    weights += [tensor.data_ptr(), tensor.requires_grad and id(tensor)]
+                    kind += [tensor.data_ptr(), tensor.requires_grad and id(tensor)]
             if isinstance(module, BaseTunerLayer):
                 scaling = getattr(module, "scaling", {})
-                weights += [bool(module.disable_adapters), *module.merged_adapters]
-                weights += [(name, scaling.get(name)) for name in module.active_adapters]
-        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+                kind += [bool(module.disable_adapters), *module.merged_adapters]
+                kind += [(name, scaling.get(name)) for name in module.active_adapters]
         gathered = output_capturing._active_collector.get() or {}
         if others := sorted(set(gathered) - {_LOGITS}):
             said = f"outputs of layers are gathered ({', '.join(others)})"
             raise ObstacleError(f"{said}, of which router logits alone can be recorded")
-        return leaves, role, (role, *shapes, autocast, bool(gathered), *weights)
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return leaves, role, (autocast, bool(gathered), *kind)
 
 
 @contextmanager
@@ -314,30 +286,23 @@ class RecordedCall:
     The forward is recorded when this is made, the backward in the same pass: what the layer keeps
     is alive in the graphs' memory pool meanwhile, as it is in every later step, so that layers that
     are recorded in between use other memory, and layers whose backward is over give theirs back.
-    Outputs and gradients are copied from there, since other layers write to it.
-
-    `compute` returns the layer's hidden states, and router logits that are gathered, for its
-    arguments, without random state. Calls of one `role` share the buffers of these. `reserve` keeps
-    the experts where they are now as long as its result is referenced, which is None if they moved.
+    Outputs and gradients are copied from there, since other layers write to it. Calls of one `role`
+    share the buffers of their arguments.
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        compute: Callable[[Sequence[Any]], tuple[Any, ...]],
-        graphs: LayerGraphs,
-        leaves: Sequence[Any],
-        role: Hashable,
-        level: str,
-        reserve: Callable[[], object | None],
-    ) -> None:
-        check_hooks(layer)
-        self.layer, self.compute, self.graphs, self.reserve = layer, compute, graphs, reserve
-        self.level: str | None = level  # None: it is not to run again
+        self, graphs: LayerGraphs, runner: LayerRunner, level: str, args: Any, kwargs: Any,
+        leaves: Sequence[Any], role: Hashable,
+    ) -> None:  # fmt: skip
+        check_hooks(runner.layer)
+        self.graphs, self.runner, self.layer, self.level = graphs, runner, runner.layer, level
+        self.calls: LayerCalls = runner.calls
+        self.places = self.calls.places
         self.keeps = level != levels.RECOMPUTE  # More than its hidden states
-        self.count, self.pool = graphs.count, graphs.pool  # As they were when it was recorded
+        self.structure = tree_flatten((args, kwargs))[1]
+        self.gathers = bool(output_capturing._active_collector.get())
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        named = {name: p for name, p in layer.named_parameters() if p.requires_grad}
+        named = {name: p for name, p in self.layer.named_parameters() if p.requires_grad}
         self.trained = [*named.values()]
         self.weights = {name: nn.Parameter(p.detach()) for name, p in named.items()}
         x = leaves[0]
@@ -357,7 +322,8 @@ class RecordedCall:
         self.weight_grads: list[Tensor | None] = []
         self.graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.has_backward = False
-        with torch.cuda.device(x.device), self.exchanged():
+        # Without collecting for a checkpoint's recomputation before the recording
+        with torch.cuda.device(x.device), self.exchanged(), _gathering(False):
             # Both run once before, for one-time work of compilers and libraries.
             offset = self.generator.get_offset()
             with uncached_autocast():  # As in the recording: compiled code checks it
@@ -365,10 +331,18 @@ class RecordedCall:
             self.outs, self.weight_grads, self.grad_x = [], [], None
             self.generator.set_offset(offset)
             with workspace.recorded(x.device):
-                with capture(self.graph, self.pool):
+                with capture(self.graph, graphs.pool):
                     self.edges = self._forward()  # Until the backward is recorded
                 self.outs = [_unowned(out) for out in self.outs]
                 self.workspace = [*workspace.buffers(x.device)]  # Graphs write to it
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its backward is recorded, if it has one.
+
+        In another pass, a backward would write where other layers keep tensors.
+        """
+        return self.has_backward or not (self.x.requires_grad or self.trained)
 
     def exchanged(self) -> Any:
         """Put tensors at the same addresses in the place of the trained weights within a block.
@@ -384,9 +358,15 @@ class RecordedCall:
                 # By an alias: autograd would refuse what a recorded backward has of it.
                 buffer.data.copy_(leaf)
 
+    def _computed(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the layer's hidden states, and router logits that are gathered."""
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        with torch.enable_grad(), _gathering(self.gathers) as logits:
+            out = _compute(self.runner, self.level, args, kwargs, preserve_rng_state=False)
+        return out, *logits
+
     def _forward(self) -> list[GradientEdge | None]:
-        with torch.enable_grad():
-            computed = self.compute([self.x, *self.arguments[1:]])
+        computed = self._computed([self.x, *self.arguments[1:]])
         if not isinstance(computed[0], Tensor) or computed[0].shape != self.x.shape:
             raise ObstacleError("it returns more than hidden states")
         self.outs = [each.detach() for each in computed]
@@ -398,16 +378,19 @@ class RecordedCall:
             weights = [*self.weights.values()]
             self.grad_x, self.weight_grads = _grad(edges, self.x, weights, self.grads)
 
-    def record_backward(self) -> None:
+    def _record_backward(self) -> None:
         edges, self.edges = self.edges, []
         device = self.x.device
-        with torch.cuda.device(device), self.exchanged(), workspace.recorded(device):
-            with capture(self.backward_graph, self.pool):
-                self._gradients(edges)
-            self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
-            self.weight_grads = [None if g is None else _unowned(g) for g in self.weight_grads]
-            self.workspace += workspace.buffers(device)
-        self.has_backward = True
+        try:
+            with torch.cuda.device(device), self.exchanged(), workspace.recorded(device):
+                with capture(self.backward_graph, self.graphs.pool):
+                    self._gradients(edges)
+                self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
+                self.weight_grads = [None if g is None else _unowned(g) for g in self.weight_grads]
+                self.workspace += workspace.buffers(device)
+            self.has_backward = True
+        except Exception as error:  # noqa: BLE001 - capture may fail with anything
+            self.graphs.warn(self.graphs.give_up(device, error))
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
         """Replay the forward; return the layer's output, and router logits if it gathers them."""
@@ -433,9 +416,9 @@ class RecordedCall:
         self._fill(leaves)
         self.generator.set_offset(offset)
         try:
-            reserved = self.reserve()
-            if reserved is not None and not self.has_backward:
-                self.graphs.record_backward(self)
+            reserved = self.calls.reserve(self.places)
+            if reserved is not None and not self.has_backward and self.runner.calls is self.calls:
+                self._record_backward()
             if reserved is None or not self.has_backward:
                 return self._again(leaves, grads)
             for buffer, grad in zip(self.grads, grads, strict=True):
@@ -455,12 +438,11 @@ class RecordedCall:
         self, leaves: Sequence[Any], grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Compute without graphs: none was recorded, or experts are not where they were."""
-        if not self.has_backward:  # In another pass, it would write where other layers keep tensors
-            self.edges, self.level = [], None
+        self.edges = []
         x = leaves[0].detach().requires_grad_(self.x.requires_grad)
         enabled, dtype = self.autocast
-        with torch.enable_grad(), torch.autocast("cuda", dtype, enabled=enabled):
-            computed = self.compute([x, *leaves[1:]])
+        with torch.autocast("cuda", dtype, enabled=enabled):
+            computed = self._computed([x, *leaves[1:]])
         outs = [out if out.requires_grad else None for out in computed]
         return _grad(outs, x, self.trained, grads)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..planning import levels
-from ..planning.tracker import tensors_of
+from ..planning.step import tensors_of
 
 _log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import iter_packed, parametrization_list
-from ..planning.hosting import ALIGNMENT, SLOTS
+from ..planning.choice import ALIGNMENT, SLOTS
 from .layers import decoder_layers
 
 
@@ -211,13 +211,8 @@ class Offload:
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
         for block in self._blocks:  # Else some would be written while a step is measured
-            self._write(block)
+            block.refresh()
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
-
-    def _write(self, block: _Layer) -> None:
-        if outdated := block.outdated():
-            self._forget(block)
-            block.write(outdated)
 
     def __str__(self) -> str:
         nbytes = human_bytes(self.host_nbytes)
@@ -241,7 +236,7 @@ class Offload:
             RuntimeError: In a recording, the layer is not in its slot, or not reserved there.
         """
         with self._lock:
-            self._write(block)
+            block.refresh()
             if not self._slots:
                 self._copier = Copier(self.device)
                 most = max(each.memory.nbytes for each in self._blocks)
@@ -302,17 +297,17 @@ class Offload:
         slot.marks, slot.block = {}, block
         self.copies += 1
 
-    def _forget(self, block: _Layer | None = None) -> None:
-        """Forget copies, of a layer or of all, and wait until host memory is not read any more."""
+    def forget(self, *blocks: _Layer) -> None:
+        """Forget copies of layers, and wait until host memory is not read any more."""
         for slot in self._slots:
-            if slot.block is not None and block in (None, slot.block):
+            if slot.block in blocks:
                 with suppress(Exception):  # Of a copy that was not made: nobody needs it now
                     slot.ready.synchronize()
                 slot.block = None
 
     def _drop_slots(self) -> None:
         with self._lock:
-            self._forget()
+            self.forget(*self._blocks)
             self._slots = []
 
 
@@ -326,27 +321,30 @@ class _Layer:
             end = self._records[-1].end
         self.store = HostMemory(end, offload.device)
         self.memory = self.store.tensor(0, end)
-        self.write(self._records)
-        for record in self._records:
-            record.settle(record)
+        self.refresh()
+        self._settle(*self._records)
 
-    def outdated(self) -> list[_Hosted]:
-        """Return weights that load_state_dict has changed since they were written."""
-        return [record for record in self._records if record.state() != record.seen]
-
-    def write(self, records: Sequence[_Hosted]) -> None:
-        # All copies first: after an error, a layer stays whole where it is.
-        copies = [record.written(self.store) for record in records]
-        for record, tensors in zip(records, copies, strict=True):
-            record.hold(tensors)
+    def refresh(self) -> None:
+        """Write to host memory what is not there, as what load_state_dict has changed."""
+        if changed := [record for record in self._records if record.state() != record.seen]:
+            self.offload.forget(self)
+            # All copies first: after an error, a layer stays whole where it is.
+            copies = [record.written(self.store) for record in changed]
+            for record, tensors in zip(changed, copies, strict=True):
+                record.hold(tensors)
 
     def leave(self) -> None:
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, tensors in zip(self._records, copies, strict=True):
             record.hold(tensors)
-            record.settle(None)
+        self._settle(*[None] * len(self._records))
         self._records.clear()
         del self.store, self.memory
+
+    def _settle(self, *hosts: _Hosted | None) -> None:
+        for record, host in zip(self._records, hosts, strict=True):
+            for each in record.lists:
+                each.settle(host)
 
 
 class _Hosted:
@@ -374,9 +372,15 @@ class _Hosted:
         if packed_list.host is not self:  # a backward after `remove`, or after another move
             return fetched(packed_list)
         slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
-        packed = self._views.get(slot)
-        if packed is None:
-            packed = self._views[slot] = self._in_slot(slot.memory)
+        if (packed := self._views.get(slot)) is None:
+            held, decoder = held_tensors(self.lists[0]), cast(Any, self.lists[0][0])
+            codes, *statistics = (
+                slot.memory[first : first + nbytes].view(like.dtype).view(like.shape)
+                for (first, nbytes), like in zip(self._parts, held, strict=True)
+            )
+            names = *decoder._parameters, *decoder._buffers
+            whole = decoder.replaced(dict(zip(names, statistics, strict=True)))
+            packed = self._views[slot] = read(codes, whole)
         return replace(packed, refetch=partial(self.fetch, packed_list), lease=lease)
 
     def reserve(self, packed_list: PackedList) -> tuple[object | None, object]:
@@ -387,10 +391,6 @@ class _Hosted:
 
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
-
-    def settle(self, host: _Hosted | None) -> None:
-        for each in self.lists:
-            each.settle(host)
 
     @torch.no_grad()
     def written(self, store: HostMemory) -> list[Tensor]:
@@ -421,15 +421,6 @@ class _Hosted:
                 old.data = new
         self.seen = self.state()
         self._views.clear()
-
-    def _in_slot(self, memory: Tensor) -> PackedWeight:
-        held, decoder = held_tensors(self.lists[0]), cast(Any, self.lists[0][0])
-        codes, *statistics = (
-            memory[first : first + nbytes].view(like.dtype).view(like.shape)
-            for (first, nbytes), like in zip(self._parts, held, strict=True)
-        )
-        names = *decoder._parameters, *decoder._buffers
-        return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
 
 
 class DeviceSlot:
@@ -466,9 +457,9 @@ class _AtOnce:
     def record_event(self) -> _AtOnce:
         return self
 
-    def wait_event(self, event: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    synchronize = wait_event
 
 
 class Copier:

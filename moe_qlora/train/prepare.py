@@ -1,13 +1,12 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
     1. Liger         its loss in chunks, or TRL's
-    2. join_lora     LoRA layers with the same input as one product (train/joined_lora.py)
-    3. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (train/graphs.py)
-    4. fit_memory    what each decoder layer keeps for its backward (train/fit.py)
+    2. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (train/graphs.py)
+    3. fit_memory    what each decoder layer keeps for its backward (train/fit.py)
 
 The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
 with Liger's loss and compiled layers. Under FSDP, whose weights are gathered anew for each layer,
-layers are compiled, and neither joined nor recorded.
+layers are compiled and not recorded.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import ConfigError, check_numbers, first_line
+from ..errors import ConfigError, check_numbers
 from ..experts.backend import has_triton
 from ..lora.targets import base_model
-from ..planning.measure import Loss
+from ..planning.step import Loss
 from ..progress import reporting
 from ..world import runs_distributed, world
 from .flat_rows import flatten_rows, has_flat_rows
@@ -57,8 +56,8 @@ def prepare_training(
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
 
-    On CUDA this sets Liger's loss, joins LoRA layers with the same input, compiles the decoder
-    layers, records them as CUDA graphs and keeps as many activations as fit; a part that is left
+    On CUDA this sets Liger's loss, compiles the decoder layers, records them as CUDA graphs and
+    keeps as many activations as fit; a part that is left
     out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given. Losses and
     gradients stay the same up to rounding.
 
@@ -116,33 +115,29 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        undo.callback(quicken_walks(model))
-        prepared._undo = undo.pop_all()
+        if _sharding(model) is None:  # Engines put other parameters in the place of these
+            undo.callback(quicken_walks(model))
+        prepared.push(undo.pop_all())
     _log.info("%s", prepared)
     return prepared
 
 
-class PreparedTraining:
+class PreparedTraining(ExitStack):
     """The settings of `prepare_training` on a model."""
 
+    fit: Fit | None = None
+    graphs: LayerGraphs | None = None  # None: no layer can be recorded
+
     def __init__(self, *lines: str) -> None:
-        self.fit: Fit | None = None
-        self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
+        super().__init__()
         self._lines = [*lines]
-        self._undo = ExitStack()
 
     def remove(self) -> None:
         """Undo all of it, the last first."""
-        self._undo.close()
+        self.close()
 
     def __str__(self) -> str:
         return "\n".join(self._lines)
-
-    def __enter__(self) -> PreparedTraining:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
         """Return a result that undoes nothing: a copied model has no graphs."""
@@ -169,18 +164,6 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
 
         maybe_warm_pool()
     if (obstacle := _sharding(model)) is None:
-        from .joined_lora import join_lora
-
-        try:
-            joined = join_lora(model)
-        except Exception as error:  # noqa: BLE001 - training works without
-            said = f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."
-            prepared._lines.append(said)
-        else:
-            undo.callback(joined.remove)
-            if joined.products:
-                said = f"{joined.layers} layers with the same inputs in {joined.products} products"
-                prepared._lines.append(f"LoRA: {said}.")
         obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
     of_all = f"{len(layers)} layers"
     compiled = of_all if compiles else "not used; Triton is not installed"

@@ -2,9 +2,8 @@
 
 Each step it counts parameters for its FLOPs, calls `train()` and takes `parameters()` twice:
 0.1 s over the 3,801 modules of Qwen3-30B-A3B with LoRA, where a step takes 0.2 s (H200). Modules
-and parameters are listed once here, and again after one was added, replaced or removed. To look for
-that takes 2.5 ms, six times a step while the GPU waits. So it is done in forward, while the GPU
-computes, and holds until the next one: for what torch registers, adapters, and moves of the model.
+and parameters are listed once here, and again after torch registered one, adapters came or went, or
+the model was moved. One that is only deleted stays in the lists until then.
 
 After each backward it looks for NaN in the loss (`logging_nan_inf_filter`), which waits for the
 GPU. `torch.isnan` and `isinf` of an `EarlyLoss` look at a copy made before the backward.
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +23,6 @@ from torch.nn.modules import module as registers
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ..lora.packed_rows import decoder_stacks
 from ..lora.targets import base_model
 
 _LOOKS = (torch.isnan, torch.isinf)
@@ -52,8 +49,6 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
         undo.callback(
             vars(module).pop if before is None else vars(module).__setitem__, name, before
         )
-    for stack in decoder_stacks(model):
-        undo.callback(stack.register_forward_hook(tree.look_in_training).remove)
     undo.callback(registers.register_module_module_registration_hook(tree.forget).remove)
     undo.callback(registers.register_module_parameter_registration_hook(tree.forget).remove)
     return undo.close
@@ -64,37 +59,21 @@ class _Tree:
 
     def __init__(self, root: nn.Module, count: Callable[..., int] | None) -> None:
         self.root, self.count = root, count
-        self._looked = -1  # Number of adapters when nothing had changed; -1: look again
-        self._dicts: list[dict[str, Any]] = []  # Of modules: their children and parameters
-        self._held: Any = None  # What these held: sizes, and identities
+        self._adapters = -1  # Number of adapters when all was listed; -1: list again
         self._modules: list[nn.Module] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._counts: dict[bool, int] = {}
 
-    def look_in_training(self, stack: nn.Module, *_: Any) -> None:
-        if stack.training and torch.is_grad_enabled():  # Generation has a forward for each token
-            self.forget()
-            self.look()
-
     def forget(self, *_: Any) -> None:
-        self._looked = -1
+        self._adapters = -1
 
     def look(self) -> _Tree:
-        """List modules and parameters, unless they are known."""
         adapters = len(getattr(self.root, "peft_config", ()))
-        if self._looked != adapters:
-            self._looked = adapters
-            if self._held is None or self._now() != self._held:
-                self._modules = list(self.root.modules())
-                self._parameters = list(type(self.root).named_parameters(self.root))
-                own = map(vars, self._modules)
-                self._dicts = [each[name] for each in own for name in ("_modules", "_parameters")]
-                self._held, self._counts = self._now(), {}
+        if self._adapters != adapters:
+            self._adapters, self._counts = adapters, {}
+            self._modules = list(self.root.modules())
+            self._parameters = list(type(self.root).named_parameters(self.root))
         return self
-
-    def _now(self) -> tuple[list[int], list[int]]:
-        held = chain.from_iterable(map(dict.values, self._dicts))
-        return list(map(len, self._dicts)), list(map(id, held))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if args or (kwargs and kwargs != {"recurse": True}):  # As `parameters()` calls it
@@ -114,10 +93,10 @@ class _Tree:
         assert self.count is not None
         if only_trainable:  # requires_grad may change from one call to the next
             return self.count(only_trainable, exclude_embeddings)
-        self.look()
-        if exclude_embeddings not in self._counts:
-            self._counts[exclude_embeddings] = self.count(only_trainable, exclude_embeddings)
-        return self._counts[exclude_embeddings]
+        counts = self.look()._counts
+        if exclude_embeddings not in counts:
+            counts[exclude_embeddings] = self.count(only_trainable, exclude_embeddings)
+        return counts[exclude_embeddings]
 
 
 def copy_losses_early(model: nn.Module) -> RemovableHandle:

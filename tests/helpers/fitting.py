@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.planning.blocks import packed_parts
+from moe_qlora.planning.model import packed_parts
 from moe_qlora.testing import tiny_model
 from moe_qlora.train.layers import LayerRunner
 from moe_qlora.train.offload import held_tensors

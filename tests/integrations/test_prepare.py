@@ -136,7 +136,6 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
     assert str(prepared).splitlines() == [
         "Prepared for batches of 2 x 12 tokens.",
         "Liger: loss.",
-        "LoRA: 4 layers with the same inputs in 2 products.",
         "torch.compile: 2 layers.",
         "CUDA graphs: 2 layers, recorded in the second step.",
         "Memory: 2 of 2 layers keep their activations.",

@@ -78,18 +78,6 @@ def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
         assert torch.equal(module.weight.cpu(), here)
 
 
-# Torch says so itself, once, when the mode is first set.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_decoding_a_range_never_waits_for_the_device() -> None:
-    packed = pack(torch.randn(8, 40, 48, device="cuda"), CodecSettings("nf4", True))
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        unpack_range(packed, 2, 3, dtype=torch.bfloat16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_packing_peak_is_the_packed_form_and_a_chunk() -> None:
     weight = torch.randn(64, 1024, 2048, device="cuda", dtype=torch.bfloat16)
     pack(weight[:1], CodecSettings("nf4", True))

@@ -34,7 +34,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What one GPU does without: only the package's face imports it, and world.py hands it down.
 BEHIND_A_SEAM = {"distributed", "train"}
-SEAMS = {"integrations.host": "train", "cli.bench": "train"}
+SEAMS = {"integrations.host": "train"}
 """The callers of `prepare_training`."""
 
 HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift", "liger_kernel"}

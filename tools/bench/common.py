@@ -31,12 +31,7 @@ COLUMNS = (
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """Date, commit, device and versions, as every row begins.
-
-    Args:
-        device: Where the benchmark runs.
-        commit: For a copy of the tree without its history; None asks git.
-    """
+    """Date, commit (None asks git), device and versions, as every row begins."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     row = {"date": dt.datetime.now(dt.UTC).date().isoformat(), "gpu": gpu}
     row["commit"] = commit or head()
@@ -67,13 +62,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def parser_of(doc: str | None, out: str, device: str = "cuda") -> argparse.ArgumentParser:
-    """A parser with the options of every benchmark.
-
-    Args:
-        doc: Of the script, which begins with a line for `--help`.
-        out: The CSV file in results/.
-        device: The default.
-    """
+    """A parser with the options of every benchmark, whose rows go to results/`out`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--device", default=device)
     parser.add_argument("--tiny", action="store_true", help="whether it runs at all")
@@ -113,11 +102,7 @@ def recompute(model: Any) -> None:
 class Rows:
     """Rows of one benchmark run, printed as they come and appended to a CSV file at once.
 
-    Args:
-        path: The CSV file; made with a heading where it does not exist.
-        where: The start of each row, from `environment`.
-        name: What was run.
-        setting: How it was run, as `key=value` words.
+    `where` comes from `environment`; `setting` says how `name` was run, as `key=value` words.
     """
 
     def __init__(self, path: Path, where: dict[str, str], name: str, setting: str) -> None:
@@ -144,24 +129,18 @@ class Rows:
 
 
 def times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
-    """Milliseconds of single calls, after three that do not count."""
+    """Milliseconds of calls one behind the other, as a model's layers are, after five more.
+
+    On a GPU the host's own time shows where it is the longer.
+    """
     for _ in range(3):
         run()
-    if device.type == "cuda":
-        return event_times(run, repeat)
-    taken = []
-    for _ in range(repeat):
-        before = time.perf_counter()
-        run()
-        taken.append((time.perf_counter() - before) * 1e3)
-    return taken
-
-
-def event_times(run: Callable[[], Any], repeat: int) -> list[float]:
-    """Milliseconds of calls one behind the other, as a model's layers are, after two more.
-
-    The host's own time shows where it is the longer.
-    """
+    if device.type != "cuda":
+        clock = [time.perf_counter()]
+        for _ in range(repeat):
+            run()
+            clock.append(time.perf_counter())
+        return [(after - before) * 1e3 for before, after in pairwise(clock)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 3)]
     for mark in marks:
         mark.record()
@@ -188,25 +167,3 @@ def release(device: torch.device) -> None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def release_workspace() -> None:
-    """Give back this package's shared scratch, as if nothing had run yet."""
-    scratch = _scratch()
-    if scratch is not None:
-        scratch.release_workspace()
-
-
-def scratch_bytes() -> int:
-    """Bytes of this package's shared scratch."""
-    scratch = _scratch()
-    device = torch.device("cuda", torch.cuda.current_device())
-    return 0 if scratch is None else sum(b.nbytes for b in scratch.buffers(device))
-
-
-def _scratch() -> Any:
-    try:
-        from moe_qlora.kernels import workspace
-    except ImportError:
-        return None
-    return workspace

@@ -6,15 +6,12 @@
 It writes a checkpoint of random weights in the shape of Qwen3-30B-A3B (`--model`, `--layers`),
 loads it as a user would, and trains by these parts, each one line in results/journey.csv:
 
-    bare     a loop of its own, one row of --seq tokens, with Trainer's settings
     fixed    Trainer, one row of --seq tokens, its defaults
     chat     TRL's SFTTrainer, one conversation a row, --accumulate of them
     batch8   8 conversations a batch, padded
     bfd      packing=True, TRL's best fit
-    padfree  padding_free=True, 8 conversations a batch
-    check    loss and gradients of one padded and one packed batch beside those without flat rows
 
-Conversations have log-normal lengths, a median of --median tokens; padding is not counted. With
+Conversations have log-normal lengths, a median of 420 tokens; padding is not counted. With
 `--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT;
 `--ampere` chooses kernels as on an A100.
 """
@@ -28,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ from shapes import encode_bf16, quantization, whole_config, write_checkpoint, wr
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -53,13 +50,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import moe_qlora
 from moe_qlora.kernels import cards
-
-TINY = {
-    "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
-    "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 8192,
-    "num_hidden_layers": 2, "norm_topk_prob": True,
-}  # fmt: skip
 
 
 def encode(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
@@ -95,15 +85,15 @@ class Journey:
             whole = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(limit / whole)
         if not (options.folder / "model.safetensors.index.json").exists():
-            config = whole_config(options.model, layers=options.layers)
-            config = Qwen3MoeConfig(**TINY) if options.tiny else config
+            config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+            if options.tiny:  # for all bytes, and for long conversations
+                config.vocab_size, config.max_position_embeddings = 2048, 8192
             causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
             config.architectures, config.dtype = [causal], "bfloat16"
             write_checkpoint(options.folder, config, "cuda" if self.gpu else "cpu", encode)
             write_tokenizer(options.folder)
         dtype = torch.bfloat16 if self.gpu else torch.float32
-        skipped = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"] if options.bits16 else None
-        packs = quantization(bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=skipped)
+        packs = quantization(bnb_4bit_compute_dtype=dtype)
         loading = {} if options.stock else {"quantization_config": packs}
         start = time.time()
         with nullcontext() if options.stock else moe_qlora.enabled():
@@ -118,15 +108,12 @@ class Journey:
         if options.stock:
             self.model = stock_peft_model(model, lora)
         else:
-            casts: Any = {"autocast_adapter_dtype": not options.bits16}
-            self.model = moe_qlora.get_peft_model(model, lora, experts=True, **casts)
+            self.model = moe_qlora.get_peft_model(model, lora, experts=True)
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
         peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
         setting = f"peer={peer} model={options.model} layers={options.layers} seq={options.seq}"
         setting += f" rank={options.rank} memory={options.memory}{' ampere' * options.ampere}"
-        setting += " bits16" * options.bits16
-        setting += f" median={options.median:g}" * (options.median != 420)
         self.rows = Rows(options.out, where, "journey", setting)
         self.rows.add("load", "s", self.loading)
 
@@ -136,8 +123,7 @@ class Journey:
             "output_dir": tempfile.mkdtemp(), "max_steps": self.o.steps, "report_to": [],
             "optim": "adamw_torch_fused" if self.gpu else "adamw_torch", "logging_steps": 1,
             "per_device_train_batch_size": 1, "save_strategy": "no",
-            "bf16": self.gpu and not self.o.bits16,
-            "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
+            "bf16": self.gpu, "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
             "gradient_checkpointing": not self.o.prepare,
         }  # fmt: skip
         return own | more
@@ -158,7 +144,7 @@ class Journey:
         """Return conversations of log-normal lengths; a character is a token."""
         made = []
         for _ in range(count):
-            drawn = int(self.random.lognormvariate(math.log(self.o.median), 0.95))
+            drawn = int(self.random.lognormvariate(math.log(420), 0.95))
             length = max(24, min(self.o.seq - 16, drawn))
             asked = max(8, int(length * self.random.uniform(0.2, 0.6)))
             parts = {"user": asked, "assistant": max(8, length - asked - 12)}
@@ -183,26 +169,6 @@ class Journey:
             torch.cuda.reset_peak_memory_stats()
         print("steps", [round(step, 3) for step in steps], flush=True)
 
-    def bare(self) -> None:
-        """Train on rows of one length without a trainer."""
-        trained, clock = [p for p in self.model.parameters() if p.requires_grad], Clock()
-        optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.gpu)
-        clock.on_train_begin()
-        autocast = self.gpu and not self.o.bits16
-        with self.prepared():
-            self.model.train()
-            for _ in range(3 * self.o.steps):
-                ids = torch.randint(0, 256, (1, self.o.seq), device=self.model.device)
-                with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
-                    loss = self.model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(trained, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss.item()
-                clock.on_step_end()
-        self.report("bare", clock, self.o.seq)
-
     def fixed(self) -> None:
         """Train on rows of one length by Trainer."""
         ids = torch.randint(0, 256, (64, self.o.seq))
@@ -224,7 +190,7 @@ class Journey:
             **self.arguments(
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=accumulate,
-                max_length=None if more.get("padding_free") else self.o.seq,
+                max_length=self.o.seq,
                 router_aux_loss_coef=0.0,
                 assistant_only_loss=True,
                 **more,
@@ -240,88 +206,42 @@ class Journey:
             trainer.train()
         self.report(name, clock, mean * rows * accumulate)
 
-    def check(self) -> None:
-        """Compare losses and gradients of the first steps with those of rows that stay apart."""
-        seq = self.o.seq // 4
-        lengths = torch.tensor([seq, seq // 3, seq // 2, 17])
-        ids = torch.randint(0, 256, (4, seq), device=self.model.device)
-        mask = (torch.arange(seq)[None] < lengths[:, None]).long().to(ids.device)
-        padded = {"input_ids": ids, "attention_mask": mask}
-        padded["labels"] = ids.masked_fill(mask == 0, -100)
-        real = mask.bool()
-        positions = (torch.arange(seq, device=ids.device).expand(4, seq))[real]
-        labels = ids[real].masked_fill(positions == 0, -100)
-        packed = {"input_ids": ids[real][None], "position_ids": positions[None]}
-        packed["labels"] = labels[None]
-        self.model.train()
-
-        def step(batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-            self.model.zero_grad()
-            with torch.autocast("cuda" if self.gpu else "cpu", torch.bfloat16, enabled=self.gpu):
-                loss = self.model(**batch, use_cache=False).loss
-            loss.backward()
-            named = self.model.named_parameters()
-            return loss.item(), {n: p.grad.clone() for n, p in named if p.grad is not None}
-
-        batches = {"padded": padded, "packed": packed}
-        sure = {name: step(batch) for name, batch in batches.items()}
-        with self.prepared(4):
-            for kind in ("padded", "packed", "padded", "packed", "padded", "packed"):
-                (loss, found), (expected, theirs) = step(batches[kind]), sure[kind]
-                apart = [
-                    float((found[name] - each).norm() / (each.norm() + 1e-20))
-                    for name, each in theirs.items()
-                ]
-                self.rows.add(f"check {kind}: loss", "relative", abs(loss / expected - 1))
-                self.rows.add(f"check {kind}: gradients", "relative", *sorted(apart))
-                print(kind, loss, expected, "largest", max(apart), flush=True)
-        self.model.zero_grad()
-
 
 def main() -> None:
     """Read the options and run the parts."""
     parser = parser_of(__doc__, "journey.csv")
     parser.add_argument("--folder", type=Path, required=True, help="the checkpoint, or where to")
-    parser.add_argument("--parts", default="bare,fixed,chat,batch8,bfd")
+    parser.add_argument("--parts", default="fixed,chat,batch8,bfd")
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="the first ones alone")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--accumulate", type=int, default=8)
-    parser.add_argument("--median", type=float, default=420)
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
-    parser.add_argument("--bits16", action="store_true", help="16-bit Linear layers and adapters")
     parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
     options = parser.parse_args()
-    if options.ampere:
-        with cards.acting_as(cards.of_capability((8, 0))):
-            run(options)
-    else:
+    options.prepare = options.prepare and not options.stock
+    card = cards.of_capability((8, 0)) if options.ampere else None
+    with nullcontext() if card is None else cards.acting_as(card):
         run(options)
 
 
 def run(options: argparse.Namespace) -> None:
     """Run the parts with these options."""
-    options.prepare = options.prepare and not options.stock
     journey = Journey(options)
     parts: dict[str, Any] = {
-        "bare": journey.bare,
         "fixed": journey.fixed,
         "chat": lambda: journey.sft("chat"),
         "batch8": lambda: journey.sft("batch8", 8, 1),
         "bfd": lambda: journey.sft("bfd", packing=True),
-        "padfree": lambda: journey.sft("padfree", 8, 1, padding_free=True),
-        "check": journey.check,
     }
     for name in options.parts.split(","):
         try:
             parts[name]()
         except Exception as error:  # noqa: BLE001 - a part that fails is a row too
-            import traceback
-
             traceback.print_exc(limit=-6)
             journey.rows.fail(error)
 

@@ -21,46 +21,47 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 
+import peft
 import torch
 from common import (
     FLOPS,
     Rows,
-    allocated,
     environment,
     parser_of,
     release,
-    release_workspace,
-    scratch_bytes,
     times,
     words_of,
 )
-from shapes import random_mxfp4, whole_config
-from torch import Tensor, nn
+from shapes import meta_model, quantization, random_mxfp4, whole_config
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
+from moe_qlora.kernels import cards, workspace
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import fill_randomly
 
 PEERS = ("ours", "frozen", "peft")
 OURS = ("ours", "mxfp4", "portable")
 KNOWN = (*PEERS, *OURS[1:])
-PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def main() -> None:
     """Run the benchmark that the command line asks for."""
     options = _options()
     device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
     where = environment(device, options.commit)
     name = "tiny" if options.tiny else options.shape
     for tokens in options.tokens:
         for peer in options.peers:
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}", flush=True)
-            release_workspace()
+            workspace.release_workspace()
             packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
             rows = Rows(options.out, where, name, f"{words} {packed} bf16")
             try:
@@ -85,78 +86,39 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, int]:
-    """A module that holds one experts module, as `experts`, random in bf16; and k."""
-    from transformers import AutoModelForCausalLM
-
+def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, str, int]:
+    """A model of few layers, random in bf16; the name of its first experts module; and k."""
     config = whole_config(options.shape, layers=4, tiny=options.tiny)
     text = config.get_text_config()
-    text.vocab_size = 64
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    found = next(m for m in moe_qlora.detect(model).modules if m.dispatches)
-    holder: Any = nn.Module()
-    holder.experts = model.get_submodule(found.name).to_empty(device=device)
-    holder.config = holder.experts.config
-    with torch.no_grad():
-        for parameter in holder.experts.parameters():
-            parameter.normal_(std=0.02)
-    holder.requires_grad_(False)
+    text.vocab_size, text.pad_token_id = 64, None
+    model: Any = fill_randomly(meta_model(config), device).requires_grad_(False)
+    model.set_experts_implementation("grouped_mm")
+    name = next(m.name for m in moe_qlora.detect(model).modules if m.dispatches)
     choices = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
-    top_k = next(int(getattr(text, name)) for name in choices if hasattr(text, name))
-    return holder, top_k
+    return model, name, next(int(getattr(text, one)) for one in choices if hasattr(text, one))
 
 
-def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStack) -> list[Tensor]:
-    """Turn the module into the peer's, until `stack` closes; returns the adapters' weights."""
-    holder.experts.config._experts_implementation = "grouped_mm"
-    if peer == "portable":
-        from moe_qlora.kernels import cards
-
-        stack.enter_context(cards.acting_as(cards.PORTABLE))
+def prepare(peer: str, options: argparse.Namespace, model: Any, name: str) -> tuple[Any, Any]:
+    """Turn the model into the peer's; returns its experts, and the adapters' weights."""
+    if peer == "mxfp4":
+        for module, leaf in [(p.module_name, p.parameter_name) for p in moe_qlora.detect(model)]:
+            owner = model.get_submodule(module)
+            weight = getattr(owner, leaf)
+            packed = random_mxfp4(weight.shape, bool(owner.is_transposed), weight.device)
+            parametrize.attach(owner, leaf, packed)
     if peer in OURS:
-        return _ours(peer, options, holder)
-    if peer == "peft":
-        from peft import LoraConfig, inject_adapter_in_model
-
-        names = [f"experts.{name}" for name in PROJECTIONS]
-        config = LoraConfig(
-            r=options.rank, lora_alpha=2 * options.rank, target_modules=[], target_parameters=names
-        )
-        inject_adapter_in_model(config, holder)
-    trained = [parameter for parameter in holder.parameters() if parameter.requires_grad]
+        moe_qlora.quantize_experts(model, quantization())
+    if peer == "frozen":
+        return model.get_submodule(name), []
+    names = [p.name for p in moe_qlora.detect(model) if p.module_name == name]
+    sizes: Any = {"r": options.rank, "lora_alpha": 2 * options.rank}
+    config = peft.LoraConfig(target_modules=[], target_parameters=names, **sizes)
+    get: Any = moe_qlora.get_peft_model if peer in OURS else peft.get_peft_model
+    model = get(model, config, autocast_adapter_dtype=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.bfloat16()
-    return trained
-
-
-def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
-    from moe_qlora.experts import forward as forward_
-    from moe_qlora.experts import operands
-    from moe_qlora.packing import codec, parametrize
-    from moe_qlora.packing.settings import CodecSettings
-
-    module = holder.experts
-    count = module.num_experts
-    terms: dict[str, tuple[operands.LoraFactors, ...]] = {}
-    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
-        weight = getattr(module, name)
-        out, inp = (2, 1) if module.is_transposed else (1, 2)
-        shape = weight.shape
-        if peer == "mxfp4":
-            packed = random_mxfp4(shape, bool(module.is_transposed), weight.device)
-        else:
-            packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
-        parametrize.attach(module, name, packed)
-        device = packed.device
-        a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
-        b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
-        a, b = a.bfloat16(), b.bfloat16()
-        terms[name] = (operands.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
-    forward_.activate(holder, ["experts"])
-    source: Any = SimpleNamespace(active_lora=terms.__getitem__)
-    operands.set_lora_source(module, source)
-    return [t for both in terms.values() for term in both for t in (term.a, term.b)]
+    return model.get_submodule(f"base_model.model.{name}"), trained
 
 
 def measure(
@@ -164,24 +126,22 @@ def measure(
 ) -> None:
     """Times, kept bytes, peak and ratios to the floors of one peer."""
     torch.manual_seed(0)
-    before = allocated(device)
-    holder, top_k = build(options, device)
-    first = holder.experts.gate_up_proj if holder.experts.has_gate else holder.experts.up_proj
-    count, weights = len(first), first.numel() + holder.experts.down_proj.numel()
-    del first
-    hidden = holder.experts.down_proj.shape[2 if holder.experts.is_transposed else 1]
-    with ExitStack() as stack:
-        adapters = prepare(peer, options, holder, stack)
+    model, name, top_k = build(options, device)
+    experts = model.get_submodule(name)
+    stacks = [weight for weight in experts.parameters() if weight.dim() == 3]
+    count, weights = len(stacks[0]), sum(weight.numel() for weight in stacks)
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    del stacks
+    with cards.acting_as(cards.PORTABLE) if peer == "portable" else nullcontext():
+        experts, adapters = prepare(peer, options, model, name)
         release(device)
-        if device.type == "cuda":
-            rows.add("weights and adapters", "MiB", (allocated(device) - before) / 2**20)
         x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
         index = torch.rand(tokens, count, device=device).topk(top_k, -1).indices
         routing = torch.rand(tokens, top_k, device=device).softmax(-1).bfloat16().requires_grad_()
         grad = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
 
         def forward() -> Tensor:
-            out: Tensor = holder.experts(x, index, routing)
+            out: Tensor = experts(x, index, routing)
             return out
 
         leaves = [x, routing, *adapters]
@@ -190,7 +150,7 @@ def measure(
             torch.autograd.grad(forward(), leaves, grad)
 
         def checkpointed() -> None:
-            out = checkpoint(holder.experts, x, index, routing, use_reentrant=False)
+            out = checkpoint(experts, x, index, routing, use_reentrant=False)
             torch.autograd.grad(out, leaves, grad)
 
         with torch.no_grad():
@@ -213,9 +173,14 @@ def _memory(
     rows: Rows,
 ) -> None:  # fmt: skip
     """Bytes alive between forward and backward, and the peak, scratch included, over before."""
-    before = torch.cuda.memory_allocated(device) - scratch_bytes()
+
+    def held() -> int:
+        scratch = sum(b.nbytes for b in workspace.buffers(device))
+        return torch.cuda.memory_allocated(device) - scratch
+
+    before = held()
     out = forward()
-    kept = torch.cuda.memory_allocated(device) - before - scratch_bytes()
+    kept = held() - before
     rows.add("kept", "MiB", kept / 2**20)
     torch.autograd.grad(out, leaves, grad)
     rows.add("peak", "MiB", (torch.cuda.max_memory_allocated(device) - before) / 2**20)

@@ -1,7 +1,6 @@
 """Loading a checkpoint into 4 bits: memory and time, against the ways without this package.
 
-    python tools/bench/loading.py --experts-gib 1                # CPU, memory of the process
-    python tools/bench/loading.py --layers 32 --device cuda      # one GPU, memory of the device
+    python tools/bench/loading.py --layers 24 --device cuda
     python tools/bench/loading.py --layers 24 --maker fp8 --device cuda
     python tools/bench/loading.py --model gpt-oss-20b --layers 24 --maker mxfp4 --device cuda
 
@@ -18,21 +17,19 @@ With `--maker` the same model is also written as its makers ship it, other rando
     maker          that folder with a BitsAndBytesConfig under `moe_qlora.enabled()`
     maker-stock    transformers' own dequantize=True, then `quantize_experts`
 
-"over" is what a load takes at its peak beyond the model that it leaves: on the CPU anonymous memory
-(RssAnon, sampled), on a GPU `torch.cuda.max_memory_allocated`.
+"over" is what a load takes at its peak beyond the model that it leaves, by
+`torch.cuda.max_memory_allocated`; on a CPU memory is not measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -40,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Rows, environment, parser_of
+from common import Rows, environment, parser_of, release, synchronize
 from shapes import Encode, encode_bf16, meta_model, quantization, whole_config, write_checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -50,29 +47,20 @@ from moe_qlora.registry import checkpoint_named
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")
 MAKER_WAYS = ("maker", "maker-stock")
-GIB = 2**30
-SAMPLE_SECONDS = 0.002
 FP8_BLOCK = 128
 
 
-def published(name: str) -> dict[str, Any]:
-    """Return the quantization_config of a known checkpoint."""
-    known = checkpoint_named(name)
-    assert known is not None
-    return dict(known.config["quantization_config"])
-
-
 MAKERS: dict[str, dict[str, Any]] = {
-    "fp8": published("deepseek-v3") | {"modules_to_not_convert": ["lm_head", "model.embed_tokens"]},
-    "mxfp4": published("gpt-oss-20b"),
+    maker: dict(known.config["quantization_config"])
+    for maker, name in (("fp8", "deepseek-v3"), ("mxfp4", "gpt-oss-20b"))
+    if (known := checkpoint_named(name)) is not None
 }
+MAKERS["fp8"]["modules_to_not_convert"] = ["lm_head", "model.embed_tokens"]
 
 
-def config(model: str, layers: int, experts: int | None, tiny: bool) -> Any:
-    """Return a model's configuration with fewer layers, or other experts."""
+def config(model: str, layers: int, tiny: bool) -> Any:
+    """Return a model's configuration with fewer layers."""
     settings = whole_config(model, layers=layers, tiny=tiny)
-    if experts is not None:
-        settings.num_experts = experts
     settings.dtype = torch.bfloat16
     settings.architectures = [type(meta_model(settings)).__name__]
     return settings
@@ -113,35 +101,6 @@ def forget(folder: Path) -> None:
             os.close(handle)
 
 
-class Anonymous:
-    """Peak anonymous memory of this process, sampled in a thread."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    @staticmethod
-    def now() -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-        raise RuntimeError("the kernel does not say RssAnon")
-
-    def _sample(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, self.now())
-
-    def __enter__(self) -> Anonymous:
-        self.peak = self.now()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[str, float]:
     """Load once in this process."""
     bnb_config = quantization()
@@ -152,34 +111,20 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
         arguments["quantization_config"] = dequantizing_config(folder)
     warm_up(device)
     forget(folder)
-    gc.collect()
-    before = Anonymous.now()
-    on_gpu = device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    place = torch.device(device)
+    release(place)
     switch = moe_qlora.enabled() if way in ("streaming", "reload", "maker") else nullcontext()
-    with Anonymous() as anonymous:
-        start = time.perf_counter()
-        with switch:
-            model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-        if way == "load-then-pack":
-            moe_qlora.quantize_experts(model)
-        if way == "maker-stock":
-            moe_qlora.quantize_experts(model, bnb_config)
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    result = {"seconds": seconds, "model": float(model.get_memory_footprint())}
-    if on_gpu:
-        result["left"] = float(torch.cuda.memory_allocated())
+    start = time.perf_counter()
+    with switch:
+        model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    if way in ("load-then-pack", "maker-stock"):
+        moe_qlora.quantize_experts(model, bnb_config)
+    synchronize(place)
+    result = {"seconds": time.perf_counter() - start}
+    result["model"] = float(model.get_memory_footprint())
+    if place.type == "cuda":
         result["peak"] = float(torch.cuda.max_memory_allocated())
-        result["over"] = result["peak"] - result["left"]
-    else:
-        result["peak"] = float(anonymous.peak - before)
-        # transformers leaves what it need not change in the mapped file: no anonymous memory
-        gc.collect()
-        result["left"] = float(Anonymous.now() - before)
-        result["over"] = result["peak"] - min(result["left"], result["model"])
+        result["over"] = result["peak"] - torch.cuda.memory_allocated()
     if save_to is not None:
         start = time.perf_counter()
         model.save_pretrained(save_to)
@@ -209,7 +154,7 @@ def warm_up(device: str) -> None:
 
 def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
     """Write the checkpoint and load it each way: `(way, figures, bytes on disk)`."""
-    settings = config(arguments.model, arguments.layers, arguments.num_experts, arguments.tiny)
+    settings = config(arguments.model, arguments.layers, arguments.tiny)
     folders = {"bf16": work / "bf16", "reload": work / "packed", "maker": work / "maker"}
     write_checkpoint(folders["bf16"], settings, arguments.device, encode_bf16)
     if arguments.maker:
@@ -230,21 +175,12 @@ def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[
         yield way, json.loads(done.stdout.splitlines()[-1]), size
 
 
-def describe(arguments: argparse.Namespace) -> str:
-    """Return the setting of a row."""
-    experts = arguments.num_experts or (32 if arguments.model == "gpt-oss-20b" else 128)
-    model = "" if arguments.model == MODELS[0] else f"{arguments.model} "
-    maker = f" {arguments.maker}" if arguments.maker else ""
-    return f"{model}layers={arguments.layers} experts={experts} nf4+double{maker}"
-
-
 def main() -> None:
     """Measure and record."""
     parser = parser_of(__doc__, "loading.csv", "cpu")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--maker", choices=tuple(MAKERS), help="also as its makers quantize it")
-    parser.add_argument("--experts-gib", type=float, help="of bf16, in 2 layers of fewer experts")
     parser.add_argument("--measure", choices=WAYS + MAKER_WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
@@ -253,22 +189,21 @@ def main() -> None:
         figures = measure(arguments.measure, arguments.folder, arguments.device, arguments.save_to)
         print(json.dumps(figures))
         return
-    arguments.num_experts = None
-    if arguments.experts_gib is not None:
-        expert = 3 * 2048 * 768 * 2
-        arguments.layers = 2
-        arguments.num_experts = round(arguments.experts_gib * GIB / expert / arguments.layers)
     where = environment(torch.device(arguments.device), arguments.commit)
+    experts = 32 if arguments.model == "gpt-oss-20b" else 128
+    model = "" if arguments.model == MODELS[0] else f"{arguments.model} "
+    maker = f" {arguments.maker}" if arguments.maker else ""
+    setting = f"{model}layers={arguments.layers} experts={experts} nf4+double{maker}"
     with tempfile.TemporaryDirectory() as work:
         for way, figures, size in ways(arguments, Path(work)):
-            setting = describe(arguments)
             rows = Rows(arguments.out, where, f"load {way}", setting)
             rows.add("bytes on disk", "bytes", size)
             rows.add("time", "s", figures["seconds"])
             rows.add("throughput", "bytes/s", size / figures["seconds"])
             rows.add("model", "bytes", figures["model"])
-            rows.add("peak", "bytes", figures["peak"])
-            rows.add("peak over the model", "bytes", figures["over"])
+            if "peak" in figures:
+                rows.add("peak", "bytes", figures["peak"])
+                rows.add("peak over the model", "bytes", figures["over"])
             if "save_seconds" in figures:
                 rows.add("time to save packed", "s", figures["save_seconds"])
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import Rows, allocated, environment, parser_of, recompute, release, release_workspace
+from common import Rows, allocated, environment, parser_of, recompute, release
 from shapes import quantization, whole_config
 
 import moe_qlora
+from moe_qlora.kernels.workspace import release_workspace
 from moe_qlora.planning.plan import plan_settings
 
 DTYPE = torch.bfloat16
@@ -72,21 +73,12 @@ def main() -> None:
             measure(case, device, options, where)
 
 
-def config_of(case: Case, tiny: bool) -> Any:
-    """The configuration, in the sizes that were published but for its layers."""
-    config = whole_config(
-        MODELS.get(case.model, case.model), layers=None if tiny else case.layers, tiny=tiny
-    )
-    if case.vocabulary and not tiny:
-        config.vocab_size = case.vocabulary
-    config.dtype = DTYPE
-    return config
-
-
 def measure(case: Case, device: torch.device, options: argparse.Namespace, where: Any) -> None:
     """Build, pack, plan, train, compare."""
     start = time.perf_counter()
-    config = config_of(case, options.tiny)
+    config = whole_config(MODELS.get(case.model, case.model), layers=case.layers, tiny=options.tiny)
+    config.vocab_size = config.vocab_size if options.tiny else case.vocabulary or config.vocab_size
+    config.dtype = DTYPE
     seq = 64 if options.tiny else case.seq
     setting = (
         f"layers={config.num_hidden_layers} seq={seq} batch={case.batch} lora={case.targets} r=16 "
@@ -101,15 +93,8 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
     before = allocated(device)
     model = build(config, case, device)
     weights = allocated(device) - before
-    asked: dict[str, Any] = {
-        "seq": seq,
-        "batch": case.batch,
-        "rank": 16,
-        "targets": case.targets,
-        "adapter_dtype": case.adapter_dtype,
-        "optimizer": case.optimizer,
-        "checkpointing": case.checkpointing,
-    }
+    same = ("batch", "targets", "adapter_dtype", "optimizer", "checkpointing")
+    asked = {"seq": seq, **{name: getattr(case, name) for name in same}}
     gpus = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     planned = plan_settings(model, None, asked, gpus=gpus, search=False)
     if case.linears:
@@ -174,6 +159,7 @@ def _pack_linears(model: Any, bnb_config: Any) -> None:
 
 def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
     """Three steps; the peak."""
+    from bitsandbytes import optim
     from peft import LoraConfig
 
     if case.checkpointing:
@@ -183,18 +169,15 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
     modules: Any = "all-linear" if "all-linear" in words else []
     if "attention" in words:
         modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    lora = LoraConfig(
-        r=16,
-        lora_alpha=32,
-        target_modules=modules,
-        target_parameters=moe_qlora.target_parameters(model) if "experts" in words else None,
-    )
+    experts = moe_qlora.target_parameters(model) if "experts" in words else None
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=modules, target_parameters=experts)
     wrapped = moe_qlora.get_peft_model(model, lora, autocast_adapter_dtype=False)
     wrapped.train()
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.to(getattr(torch, case.adapter_dtype))
-    optimizer = _optimizer(case.optimizer, trained)
+    optimizers = {"adamw": torch.optim.AdamW, "adamw_8bit": optim.AdamW8bit}
+    optimizer = {**optimizers, "paged_adamw_8bit": optim.PagedAdamW8bit}[case.optimizer](trained)
     release_all(device)
     for _ in range(3):
         ids = torch.randint(model.config.vocab_size, (case.batch, seq), device=device)
@@ -205,19 +188,6 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
     if not torch.isfinite(loss):
         raise RuntimeError(f"the loss is {loss.item()}")
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _optimizer(name: str, parameters: list[Any]) -> Any:
-    if name == "adamw":
-        return torch.optim.AdamW(parameters)
-    from bitsandbytes import optim
-
-    makers = {
-        "adamw_8bit": optim.AdamW8bit,
-        "paged_adamw": optim.PagedAdamW32bit,
-        "paged_adamw_8bit": optim.PagedAdamW8bit,
-    }
-    return makers[name](parameters)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,22 @@ def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -
         layers: Hidden layers to keep; None keeps all.
         tiny: The registry's tiny configuration of this model type, for a CPU.
     """
-    from moe_qlora.cli.bench import shortened
     from moe_qlora.models import named
     from moe_qlora.testing import tiny_config
 
     source = named.resolve(model)
     if tiny:
         source = named.resolve(tiny_config(source.config.model_type))
-    had = source.config.get_text_config().num_hidden_layers
-    return shortened(source, min(layers or had, had)).config
+    config = deepcopy(source.config)
+    config.__dict__.pop("quantization_config", None)
+    config.dtype = torch.bfloat16
+    text: Any = config.get_text_config()
+    had = text.num_hidden_layers
+    text.num_hidden_layers = min(layers or had, had)
+    for name, value in vars(text).items():  # lists have an entry for each layer
+        if isinstance(value, list) and len(value) == had:
+            setattr(text, name, value[: text.num_hidden_layers])
+    return config
 
 
 def quantization(**more: Any) -> Any:

@@ -1,15 +1,12 @@
-"""Plans eight models on six sets of GPUs; planned/what_fits.csv and the tables of memory.md.
+"""Plans ten models on six sets of GPUs; planned/what_fits.csv, and tables of memory.md and README.
 
-    python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the pages
+    python tools/bench/what_fits.py                          every cell, an hour on one core
     python tools/bench/what_fits.py --models mixtral-8x7b    these models' cells anew
-    python tools/bench/what_fits.py --write-only        tables of both pages, from the data
+    python tools/bench/what_fits.py --models                 the tables alone, from the data
 
-A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the first setting
-of `SETTINGS` that `moe_qlora.plan` says fits, under the first engine of `engines_of`; where none
-does, the smallest memory that the last setting needs. Settings with packed experts in host memory
-are for one GPU: several share the experts. Runs that GPUs measured are planned as well,
-with today's plan, to show how near it comes; planned/what_fits_checked.csv has these.
-`what_fits_page.py` writes the tables of the page and of README.
+A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the best setting
+that `moe_qlora.plan` finds, or the memory that the smallest setting needs. Setting A is B in which
+all layers keep their activations, as `plan` says of `fit_memory`.
 """
 
 from __future__ import annotations
@@ -17,304 +14,187 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime as dt
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import RESULTS, head
+from common import head
 
-from moe_qlora.kernels.cards import PORTABLE, Card
-from moe_qlora.planning.budget import Engine, Settings
-from moe_qlora.planning.devices import parse_gpus
-from moe_qlora.planning.meta_model import ModelSource, source_of
-from moe_qlora.planning.plan import devices_of
-from moe_qlora.planning.planner import Planner
-from moe_qlora.planning.search import RUNGS
+import moe_qlora
 
-DATA = RESULTS.with_name("planned") / "what_fits.csv"
-CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
-ENVIRONMENT = ("date", "commit", "torch", "transformers", "peft", "bitsandbytes")
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt-oss-20b": {"attention": "flex_attention", "prepared": True},
-    "gpt-oss-120b": {"attention": "flex_attention", "prepared": True},
-    "qwen3-30b-a3b": {"prepared": True},
-    "qwen3-next-80b-a3b": {"prepared": True},
-    "qwen3-235b-a22b": {"prepared": True},
-    "mixtral-8x7b": {"prepared": True},
-    "glm-4.5-air": {},
-    "deepseek-v3": {"prepared": True},
-}
-"""Models by the names that `plan` knows, and what of each is the same in all cells.
-
-Liger's loss is on where it knows the model. gpt-oss has flex attention, since its default computes
-with all scores in memory.
-"""
-
-GPUS = {
-    "24 GB": "RTX4090",
-    "48 GB": "A6000",
-    "80 GB": "H100",
-    "141 GB": "H200",
-    "2 x 141 GB": "2xH200",
-    "8 x 141 GB": "8xH200",
-}
-"""Devices as `plan` takes them, by what the page calls them."""
-
-SEQS = (2048, 4096, 8192, 32768)
-
-SETTINGS: dict[str, dict[str, Any]] = {"A": {**RUNGS[0], "checkpointing": False}}
-SETTINGS |= zip("BCDEFGH", RUNGS, strict=True)
-"""Arguments of `plan` beside its defaults, the one to prefer first, and the smallest last."""
-
-DEFAULTS: dict[str, Any] = {
-    "rank": 16,
-    "adapter_dtype": "float32",
-    "optimizer": "adamw",
-    "checkpointing": True,
-    "offload": False,
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tools/bench/planned/what_fits.csv"
+README, PAGE = ROOT / "README.md", ROOT / "moe_qlora/docs/memory.md"
+GIB = 1 << 30
+PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
+MODELS = {  # names that `plan` knows, and what the pages call them
+    "gpt-oss-20b": "gpt-oss-20b", "gpt-oss-120b": "gpt-oss-120b", "olmoe-1b-7b": "OLMoE-1B-7B",
+    "deepseek-v2-lite": "DeepSeek-V2-Lite", "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "qwen3-next-80b-a3b": "Qwen3-Next-80B-A3B", "qwen3-235b-a22b": "Qwen3-235B-A22B",
+    "mixtral-8x7b": "Mixtral-8x7B", "glm-4.5-air": "GLM-4.5-Air", "deepseek-v3": "DeepSeek-V3",
+}  # fmt: skip
+GPUS = {  # by what the page calls them
+    "24 GB": "RTX4090", "48 GB": "A6000", "80 GB": "H100", "141 GB": "H200",
+    "2 x 141 GB": "2xH200", "8 x 141 GB": "8xH200",
+}  # fmt: skip
+CARDS = {"24 GB": "RTX 4090", "48 GB": "A6000", "80 GB": "H100", "141 GB": "H200"}
+SEQS, PAGE_SEQS, README_SEQ = (2048, 4096, 8192, 32768), (4096, 32768), 4096
+FIELDS = ("targets", "rank", "adapter_dtype", "optimizer", "offload")
+_BOTH, _SMALL = "attention,experts", ("bfloat16", "adamw_8bit")
+SETTINGS: dict[str, tuple[Any, ...]] = {  # in the order in which `plan` tries them; E: its defaults
+    "A": (_BOTH, 16, "float32", "adamw", False),
+    "B": (_BOTH, 16, "float32", "adamw", False),
+    "C": (_BOTH, 16, *_SMALL, False),
+    "D": (_BOTH, 8, *_SMALL, False),
+    "E": ("attention", 16, "float32", "adamw", False),
+    "F": ("attention", 8, *_SMALL, False),
+    "G": (_BOTH, 8, *_SMALL, True),
+    "H": ("attention", 8, *_SMALL, True),
 }
 
 
 class Cell(NamedTuple):
-    """One cell, as a row of the data has it."""
+    """One cell, as a row of the data has it behind date, commit and versions."""
 
     model: str
-    gpus: str  # As `plan` takes them
+    gpus: str
     seq: int
     setting: str  # A key of `SETTINGS`
     engine: str  # "ddp" or "fsdp"; "" on one GPU
-    fits: bool  # Whether it fits `gpus`
-    peak: int  # Bytes of tensors on the fullest GPU at its peak
-    needed: int  # The same with CUDA's context and gaps between blocks
-    least: int  # Whole GiB that each GPU must have; 0 where it fits
+    needed: int  # Bytes on the fullest GPU at its peak, with CUDA's context and gaps
+    least: int  # GiB that each GPU must have; 0 where it fits
     host: int  # Bytes of packed experts in host memory
 
-    @property
-    def devices(self) -> int:
-        """How many GPUs there are."""
-        return len(parse_gpus(self.gpus))
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `moe_qlora.plan` that say the same."""
-        engine = {self.engine: self.devices} if self.engine else {}
-        return {
-            "gpus": self.gpus if self.fits else _of_size(self.devices, self.least),
-            **engine,
-            "seq": self.seq,
-            **MODELS[self.model],
-            **SETTINGS[self.setting],
-        }
-
-    def command(self) -> str:
-        """The command line that says the same."""
-        options = [_option(name, value) for name, value in self.arguments().items()]
-        return " ".join(["moe-qlora plan", self.model, *options])
+Row = tuple[Cell, tuple[str, ...]]  # With its date, commit and versions
 
 
-def options_of(letter: str) -> str:
-    """The options of `moe-qlora plan` that a setting stands for."""
-    return " ".join(_option(name, value) for name, value in SETTINGS[letter].items())
+def planned(model: str, gpus: str, seq: int) -> Cell:
+    """Return the best setting that fits, else the memory that the smallest needs."""
+    several = gpus[0] if gpus[1] == "x" else ""
+    best = moe_qlora.plan(model, gpus=gpus, seq_len=seq).as_dict()["best"]
+    settings = best["settings"] if best else {}
+    given: dict[str, Any] = {name: settings.get(name) for name in ("prepared", "attention")}
+    if best is None or settings.get("seq", 4096) != seq:  # It fits, if at all, a shorter one
+        lora = {"targets": "attention", "rank": 8, "dtype": "bfloat16"}
+        given |= {"prepared": True, "offload": not several, "optimizer": "adamw_8bit"}
+        engine = f"fsdp:{several}" if several else None
+        report = moe_qlora.plan(model, seq_len=seq, lora=lora, engine=engine, **given)
+        needed = max(report.peak.nbytes, report.load_peak) + report.reserve
+        host = report.as_dict().get("offload", {}).get("host", 0)
+        found = ("F", "fsdp") if several else ("H", "")
+        return Cell(model, gpus, seq, *found, needed, -(-needed // GIB), host)
+    defaults = zip(FIELDS, SETTINGS["E"], strict=True)
+    fields = tuple(settings.get(name, default) for name, default in defaults)
+    letter = {value: key for key, value in SETTINGS.items()}[fields]
+    engine = next((name for name in ("ddp", "fsdp") if name in settings), "")
+    for name in (("ddp", "fsdp") if several else (None,)) if letter == "B" else ():
+        sizes: dict[str, Any] = {"gpus": gpus, "seq_len": seq, "engine": name}
+        report = moe_qlora.plan(model, lora=_BOTH, **sizes, **given)
+        fit = report.fit if report.fits else None
+        if fit is not None and fit.counts["keep"] == sum(fit.counts.values()):
+            return Cell(model, gpus, seq, "A", name or "", fit.needed, 0, 0)
+    return Cell(model, gpus, seq, letter, engine, best["needed"], 0, best["host"])
 
 
-def _option(name: str, value: Any) -> str:
-    word = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        return word if value else word.replace("--", "--no-", 1)
-    return f"{word} {value}"
-
-
-def _of_size(count: int, gibibytes: int) -> str:
-    return f"{count}x{gibibytes}GiB" if count > 1 else f"{gibibytes}GiB"
-
-
-def engines_of(devices: int) -> tuple[str, ...]:
-    """The engines for so many GPUs, the faster first."""
-    return ("",) if devices == 1 else ("ddp", "fsdp")
-
-
-def letters_of(devices: int) -> list[str]:
-    """The settings for so many GPUs."""
-    return [s for s, given in SETTINGS.items() if devices == 1 or not given.get("offload")]
-
-
-class Planned:
-    """One model's planners. Cells share them, and the steps that they rehearse."""
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.planner = cache(self._planner)
-        self.with_engine = cache(self._with_engine)
-
-    def cell(self, gpus: str, seq: int) -> Cell:
-        """The first setting that fits, else the memory that the smallest needs."""
-        devices, card, _ = devices_of(gpus)
-        letters = letters_of(len(devices))
-        for letter in letters:
-            for engine in engines_of(len(devices)):
-                if self.fits(letter, engine, seq, devices, card):
-                    return self._cell(gpus, seq, letter, engine, 0)
-        letter, engine = letters[-1], engines_of(len(devices))[-1]
-        least = self.least(letter, engine, seq, devices)
-        return self._cell(gpus, seq, letter, engine, least)
-
-    def fits(
-        self, letter: str, engine: str, seq: int, devices: Sequence[int], card: Card = PORTABLE
-    ) -> bool:
-        """Whether a step fits these devices, and the model while it loads."""
-        planner = self.with_engine(letter, engine, len(devices), card)
-        # The report takes what the model needs while it loads as well, and a second more.
-        of_seq = planner.with_settings(replace(planner.settings, seq=seq))
-        fits = all(use.fits for use in planner.uses(1, seq, devices))
-        return fits and bool(of_seq.report(devices).fits)
-
-    def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
-        """The whole GiB that each of as many devices must have."""
-        planner = self.with_engine(letter, engine, len(devices), PORTABLE)
-        size = max(use.needed for use in planner.uses(1, seq, devices)) >> 30
-        # The workspace grows with the device, to a limit.
-        while not self.fits(letter, engine, seq, [size << 30] * len(devices)):
-            size += 1
-        return size
-
-    def _cell(self, gpus: str, seq: int, letter: str, engine: str, least: int) -> Cell:
-        devices, card, _ = devices_of(gpus)
-        if least:  # a size is the size of any card
-            devices, card = (least << 30,) * len(devices), PORTABLE
-        planner = self.with_engine(letter, engine, len(devices), card)
-        use = max(planner.uses(1, seq, devices), key=lambda use: use.needed)
-        peak = use.peak.nbytes if use.peak else 0
-        offloads = planner.settings.offload
-        host = sum(layer.slot for layer in planner.expert_layers) if offloads else 0
-        return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least, host)
-
-    def _planner(self, letter: str, card: Card) -> Planner:
-        settings = Settings(**{**MODELS[self.model], **SETTINGS[letter]})
-        return Planner(self.source, settings, card=card)
-
-    @cached_property
-    def source(self) -> ModelSource:
-        """Where the model comes from."""
-        return source_of(self.model, None)
-
-    def _with_engine(self, letter: str, engine: str, ranks: int, card: Card) -> Planner:
-        planner = self.planner(letter, card)
-        return planner.with_engine(Engine(engine, ranks)) if engine else planner
-
-
-class Check(NamedTuple):
-    """A run that a GPU measured, and what plan says of it today."""
-
-    what: str  # In words
-    file: str  # Of tools/bench/results
-    commit: str
-    setting: str  # Of the row, shortened to what tells it from others
-    measured: int  # Bytes at the peak in training
-    planned: int
-
-
-def checks() -> Iterator[Check]:
-    """Plan the measured runs of the data anew."""
-    for check in read_checks():
-        words = {w: v for w, _, v in (word.partition("=") for word in check.setting.split())}
-        how = {"attention": words["attention"]} if "attention" in words else {}
-        engine = Engine("fsdp", int(words["gpus"])) if "fsdp2" in words else None
-        liger = "liger" in words.get("with", "")
-        batch, seq = int(words["batch"]), int(words["seq"])
-        peak = _planned(check.what, batch, seq, engine, prepared=liger, **how)
-        yield check._replace(planned=peak)
-
-
-def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options: Any) -> int:
-    """The planned peak of a whole model of the benchmarks, whose Linear layers are not packed."""
-    settings = Settings(batch, seq, 16, "attention,experts", "bfloat16", **options)
-    source = replace(source_of(model, None), linears=False)
-    planner = Planner(source, settings, card=devices_of("H200")[1])  # which measured them
-    return (planner.with_engine(engine) if engine else planner).peak(batch, seq).nbytes
-
-
-def read() -> list[Cell]:
-    """The cells of the data, in its order."""
-    return [cell for cell, _ in _rows()]
-
-
-def read_checks() -> list[Check]:
-    """The runs that were planned anew."""
-    with CHECKED.open(newline="", encoding="utf-8") as file:
-        _, *rows = csv.reader(file)
-    return [
-        Check(what, run, commit, setting, int(measured), int(plan))
-        for what, run, commit, setting, measured, plan in rows
-    ]
-
-
-def described() -> dict[str, str]:
-    """When, and of which commits and versions, the data is."""
-    rows = [where for _, where in _rows()]
-    return {name: " and ".join(sorted({row[name] for row in rows})) for name in ENVIRONMENT}
-
-
-def _rows() -> Iterator[tuple[Cell, dict[str, str]]]:
+def read() -> dict[tuple[str, str, int], Row]:
+    """Return the rows of the data by model, GPUs and length."""
     with DATA.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            fields: dict[str, Any] = {name: row[name] for name in Cell._fields}
-            fields |= {name: int(row[name]) for name in ("seq", "peak", "needed", "least", "host")}
-            yield Cell(**{**fields, "fits": row["fits"] == "yes"}), row
+        rows = [[*row.values()] for row in csv.DictReader(file)]
+    found = {}
+    for *where, model, gpus, seq, setting, engine, needed, least, host in rows:
+        cell = Cell(model, gpus, int(seq), setting, engine, int(needed), int(least), int(host))
+        found[cell[:3]] = cell, tuple(where)
+    return found
 
 
-def write(cells: Sequence[tuple[Cell, Mapping[str, str]]]) -> None:
-    """Write the data."""
-    with DATA.open("w", newline="", encoding="utf-8") as file:
-        columns = [*ENVIRONMENT, *Cell._fields, "command"]
-        writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        for cell, where in cells:
-            fits = "yes" if cell.fits else "no"
-            writer.writerow({**where, **cell._asdict(), "fits": fits, "command": cell.command()})
+def settings_table(rows: Iterable[Row]) -> str:
+    """Return when and with which versions the cells were planned, and the legend."""
+    every = zip(*(where for _, where in rows), strict=True)
+    date, commit, *versions = (" and ".join(sorted({*values})) for values in every)
+    packages = ", ".join(f"{name} {found}" for name, found in zip(PACKAGES, versions, strict=True))
+    lines = []
+    for letter, (targets, rank, dtype, optimizer, offload) in SETTINGS.items():
+        options = f"--targets {targets}"
+        if dtype != "float32":
+            options += f" --adapter-dtype {dtype} --optimizer {optimizer}"
+        options += f" --rank {rank}" * (rank != 16) + " --offload" * offload
+        kept = "kept" if letter == "A" else "computed again"
+        words = (targets.replace(",", " and "), rank, dtype, optimizer, kept)
+        lines.append((letter, *words, "host" if offload else "GPU", f"`{options}`"))
+    header = ("", "LoRA on", "rank", "adapters", "optimizer", "activations", "experts in")
+    legend = table((*header, "options of `moe-qlora plan`"), lines)
+    return f"Planned on {date} at commit {commit} with {packages}:\n\n{legend}"
 
 
-def write_checks(rows: Sequence[Check]) -> None:
-    """Write the runs that were planned anew."""
-    with CHECKED.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, Check._fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row._asdict() for row in rows)
+def shown(cell: Cell, brief: bool = False) -> str:
+    """Return a letter, GiB and an engine, or what is needed; in brief for README."""
+    size, host = f"{cell.needed / GIB:.1f}", f"{cell.host / GIB:.0f}"
+    if brief:
+        alone = "" if "experts" in SETTINGS[cell.setting][0] else "*"
+        return "no" if cell.least else f"{size}{alone}" + f" +{host}" * bool(cell.host)
+    where = {"": "", "ddp": " DDP", "fsdp": " FSDP2"}[cell.engine]
+    where = f", host {host}" if cell.host else where
+    return f"needs {cell.least}" if cell.least else f"**{cell.setting}** {size}{where}"
 
 
-def _environment() -> dict[str, str]:
-    versions = {name: version(name) for name in ENVIRONMENT[2:]}
-    return {"date": dt.datetime.now(dt.UTC).date().isoformat(), "commit": head(), **versions}
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], space: str = " ") -> str:
+    """Return a table in Markdown, with `space` around each cell."""
+    lines = [header, ["---"] * len(header), *rows]
+    cells = ([f"{space}{cell}{space}" for cell in line] for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in cells)
+
+
+def filled(page: Path) -> str:
+    """Return a page with what stands between its `<!-- NAME: begin -->` marks written anew."""
+    rows, text = read(), page.read_text(encoding="utf-8")
+    cells = {key: cell for key, (cell, _) in rows.items()}
+    whole = [
+        (title, f"{seq:,}", *(shown(cells[model, gpus, seq]) for gpus in GPUS.values()))
+        for (model, title), seq in product(MODELS.items(), PAGE_SEQS)
+    ]
+    short = [
+        (title, *(shown(cells[model, GPUS[size], README_SEQ], True) for size in CARDS))
+        for model, title in MODELS.items()
+    ]
+    of_readme = ("model", *(f"{card}, {size}" for size, card in CARDS.items()))
+    blocks = {"what-fits": table(of_readme, short, space="")}
+    if page == PAGE:
+        blocks = {"cells": table(("model", "tokens", *GPUS), whole)}
+        blocks["settings"] = settings_table(rows.values())
+    for name, block in blocks.items():
+        marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
+        text, count = pattern.subn(f"{marks[0]}\n\n{block}\n\n{marks[1]}", text)
+        if count != 1:
+            raise LookupError(
+                f"{page} has {count} places for {name}, between {' and '.join(marks)}"
+            )
+    return text
 
 
 def main() -> None:
-    """Plan what the command line asks for, and write data and page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", default=",".join(MODELS), help="names of MODELS by comma")
-    parser.add_argument("--write-only", action="store_true", help="plan nothing")
-    options = parser.parse_args()
-    if not options.write_only:
-        plan_cells([name for name in MODELS if name in options.models.split(",")])
-        write_checks(list(checks()))
-    import what_fits_page
-
-    what_fits_page.main()
-
-
-def plan_cells(models: Sequence[str]) -> None:
-    """Plan the cells of these models, and write them among the others of the data."""
-    known: dict[tuple[str, str, int], tuple[Cell, Mapping[str, str]]] = {}
-    if DATA.exists():
-        known = {(cell.model, cell.gpus, cell.seq): (cell, where) for cell, where in _rows()}
-    for model in models:
-        planned, where, start = Planned(model), _environment(), time.process_time()
-        for seq in SEQS:
-            for gpus in GPUS.values():
-                known[model, gpus, seq] = planned.cell(gpus, seq), where
+    """Plan the models that the command line asks for, and write data and pages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
+    for model in parser.parse_args().models:
+        today = dt.datetime.now(dt.UTC).date().isoformat()
+        where, start = (today, head(), *map(version, PACKAGES)), time.process_time()
+        cells = [planned(model, gpus, seq) for seq, gpus in product(SEQS, GPUS.values())]
         print(f"{model}: {time.process_time() - start:.0f} s", flush=True)
-        order = [(name, gpus, seq) for name in MODELS for seq in SEQS for gpus in GPUS.values()]
-        write([known[key] for key in order if key in known])
+        rows = read() | {cell[:3]: (cell, where) for cell in cells}
+        order = ((m, g, s) for m, s, g in product(MODELS, SEQS, GPUS.values()))
+        with DATA.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("date", "commit", *PACKAGES, *Cell._fields))
+            every = (rows[key] for key in order if key in rows)
+            writer.writerows((*where, *cell) for cell, where in every)
+    for page in (PAGE, README):
+        page.write_text(filled(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

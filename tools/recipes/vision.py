@@ -40,7 +40,7 @@ rows = [json.loads(line) for line in options.data.read_text("utf-8").splitlines(
 kept = max(1, len(rows) // 10)  # held out
 
 
-def collate(batch):
+def collate(batch: list[dict[str, str]]) -> dict[str, torch.Tensor]:
     (row,) = batch  # one a batch: what comes before the answer is cut off the labels
     image = Image.open(options.data.parent / row["image"]).convert("RGB")
     asked = [{"type": "image", "image": image}, {"type": "text", "text": row["question"]}]

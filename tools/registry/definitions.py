@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 DECORATOR = "use_experts_implementation"
 DECORATOR_DEFAULTS = {
@@ -25,31 +26,19 @@ DECORATOR_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Definition:
-    """One experts class, as its source describes it.
-
-    Attributes:
-        class_name: Name of the class.
-        weights: Its parameters that stack expert matrices, in the order of the source.
-        biases: Its parameters that hold one vector for each expert.
-        flags: `DECORATOR_DEFAULTS` as this class sets them.
-        dispatches: Whether it goes through transformers' experts interface.
-        packed_rows: Whether experts lie one below the other in a 2-D parameter.
-        attributes: Names read from the configuration by the class.
-        roles: Role of a weight where its name does not tell.
-    """
+    """One experts class, as its source describes it."""
 
     class_name: str
-    weights: tuple[str, ...]
-    biases: tuple[str, ...] = ()
-    flags: dict[str, bool] = field(default_factory=lambda: dict(DECORATOR_DEFAULTS))
-    dispatches: bool = False
-    packed_rows: bool = False
-    attributes: tuple[str, ...] = ()
-    roles: dict[str, str] = field(default_factory=dict)
+    weights: tuple[str, ...]  # Parameters that stack expert matrices, in the source's order
+    biases: tuple[str, ...]  # Parameters that hold one vector for each expert
+    flags: dict[str, bool]  # `DECORATOR_DEFAULTS` as this class sets them
+    dispatches: bool  # Whether it goes through transformers' experts interface
+    packed_rows: bool  # Whether experts lie one below the other in a 2-D parameter
+    roles: dict[str, str]  # Of weights whose names do not tell
 
 
 # Classes that neither the decorator nor the rule on the first dimension describes in full.
-UNUSUAL: dict[str, dict[str, object]] = {
+UNUSUAL: dict[str, dict[str, Any]] = {
     # (E * ffn, hidden): `w2` is used as it lies, `w1` and `v1` transposed.
     "DbrxExpertGLU": {
         "weights": ("w1", "v1", "w2"),
@@ -93,15 +82,6 @@ def _decorator_flags(node: ast.ClassDef) -> dict[str, bool] | None:
     return None
 
 
-def _config_attributes(node: ast.ClassDef) -> tuple[str, ...]:
-    names = [
-        item.attr
-        for item in ast.walk(node)
-        if isinstance(item, ast.Attribute) and ast.unparse(item.value).endswith("config")
-    ]
-    return tuple(dict.fromkeys(names))
-
-
 def _definition(node: ast.ClassDef) -> Definition | None:
     parameters = list(_parameters(node))
     flags = _decorator_flags(node)
@@ -111,11 +91,11 @@ def _definition(node: ast.ClassDef) -> Definition | None:
         for name, sizes in parameters
         if len(sizes) >= 3 and (flags is not None or "experts" in sizes[0])
     ]
-    weights = list(unusual.get("weights", weights))  # type: ignore[call-overload]
+    weights = list(unusual.get("weights", weights))
     if not weights:
         return None
     biases = [name for name, sizes in parameters if name not in weights and len(sizes) == 2]
-    merged = {**DECORATOR_DEFAULTS, **(flags or {}), **unusual.get("flags", {})}  # type: ignore[dict-item]
+    merged = {**DECORATOR_DEFAULTS, **(flags or {}), **unusual.get("flags", {})}
     if flags is None:
         merged["has_bias"] = bool(biases)
     return Definition(
@@ -125,8 +105,7 @@ def _definition(node: ast.ClassDef) -> Definition | None:
         flags=merged,
         dispatches=flags is not None,
         packed_rows=bool(unusual.get("packed_rows", False)),
-        attributes=_config_attributes(node),
-        roles=dict(unusual.get("roles", {})),  # type: ignore[call-overload]
+        roles=dict(unusual.get("roles", {})),
     )
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -48,6 +46,11 @@ class ExpertWeight:
     def parameter(self) -> str:
         return self.name.rpartition(".")[2]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in its name."""
+        return tuple(int(part) for part in self.name.split(".") if part.isdigit())
+
 
 def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     """Return the model on the meta device, tied as `from_pretrained` would tie it."""
@@ -61,8 +64,8 @@ def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def expert_weights(model: nn.Module) -> list[ExpertWeight]:
-    """Return expert weights in the model's own order; tied ones once, with their other names."""
+def by_pattern(model: nn.Module) -> dict[str, list[ExpertWeight]]:
+    """Return expert weights by name with `*` for numbers; tied ones once, with other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -78,7 +81,10 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
             weights[id(parameter)] = ExpertWeight(
                 first, owner, owner_name, definition, tuple(parameter.shape), tuple(others)
             )
-    return list(weights.values())
+    grouped: dict[str, list[ExpertWeight]] = {}
+    for weight in weights.values():
+        grouped.setdefault(name_pattern(weight.name), []).append(weight)
+    return grouped
 
 
 def _role(weight: ExpertWeight) -> str:
@@ -96,82 +102,6 @@ def _role(weight: ExpertWeight) -> str:
     return "up" if "attention" in weight.owner_name else "gate_up"
 
 
-def _config_of(weight: ExpertWeight, model: PreTrainedModel) -> tuple[str, Any]:
-    """Return the part of the configuration that the weight belongs to, and its path ("": whole)."""
-    parts = weight.owner_name.split(".")
-    for length in range(len(parts), -1, -1):
-        module = model.get_submodule(".".join(parts[:length]))
-        config = getattr(module, "config", None)
-        if isinstance(config, transformers.PretrainedConfig):
-            break
-    for path, part in _walk(model.config):
-        if part is config:
-            return path, part
-    for path, part in _walk(model.config):
-        if type(part) is type(config):
-            return path, part
-    return "", model.config
-
-
-def _walk(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    yield path, config
-    for name in getattr(config, "sub_configs", None) or {}:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from _walk(part, f"{path}.{name}" if path else name)
-
-
-def integers(config: Any) -> dict[str, int]:
-    """Return integer attributes of a configuration, lists as `name[i]`, parts as `part.name`."""
-    values: dict[str, int] = {}
-    for name, value in sorted(vars(config).items()):
-        if name.startswith("_") or isinstance(value, bool):
-            continue
-        if isinstance(value, int):
-            values[name] = value
-        elif isinstance(value, list | tuple) and len(value) <= 4:
-            values |= {f"{name}[{i}]": v for i, v in enumerate(value) if type(v) is int}
-        elif name in (getattr(config, "sub_configs", None) or {}) and value is not None:
-            values |= {f"{name}.{key}": v for key, v in integers(value).items()}
-    return values
-
-
-def symbol(
-    sizes: list[int], values: list[dict[str, int]], preferred: tuple[str, ...]
-) -> str | None:
-    """Return how one size follows from the configuration in every build; None if it does not.
-
-    Args:
-        sizes: The size in each build.
-        values: Integer attributes of the configuration of each build.
-        preferred: Attributes that the experts class itself reads, tried before the others.
-    """
-    names = [name for name in values[0] if all(name in other for other in values)]
-    names.sort(key=lambda name: (*_rank(name, preferred), name))
-
-    def fits(value: Any) -> bool:
-        return all(value(config) == size for config, size in zip(values, sizes, strict=True))
-
-    for factor in (1, 2):
-        for name in names:
-            if fits(lambda config, n=name, f=factor: f * config[n]):
-                return name if factor == 1 else f"{factor}*{name}"
-    sized = [name for name in names if _rank(name, preferred)[0] < 2]
-    for first, second in combinations_with_replacement(sized, 2):
-        for sign, combine in (("*", int.__mul__), ("+", int.__add__)):
-            if fits(lambda config, a=first, b=second, c=combine: c(config[a], config[b])):
-                return f"{first}{sign}{second}"
-    return None
-
-
-def _rank(name: str, preferred: tuple[str, ...]) -> tuple[int, int]:
-    leaf = name.rpartition(".")[2].partition("[")[0]
-    if leaf in preferred:
-        return 0, preferred.index(leaf)
-    sized = ("expert", "size", "dim", "heads", "channels", "model")
-    return (1, 0) if any(word in leaf for word in sized) else (2, 0)
-
-
 def _ranges(indices: list[int]) -> str:
     """Return `0-3,5` for [0, 1, 2, 3, 5]."""
     runs: list[list[int]] = []
@@ -183,36 +113,17 @@ def _ranges(indices: list[int]) -> str:
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
 def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
     """Return where the weights of one pattern are, and how large: shape -> the numbers at `*`."""
     groups: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
     for weight in weights:
-        groups.setdefault((weight.shape, weight.num_experts), []).append(_numbers(weight.name))
-    return {
-        "count": len(weights),
-        "groups": [
-            {
-                "experts": experts,
-                "shape": list(shape),
-                "at": _ranges([index[0] for index in at])
-                if all(len(index) == 1 for index in at)
-                else ",".join(".".join(map(str, index)) for index in at),
-            }
-            for (shape, experts), at in groups.items()
-        ],
-    }
-
-
-def by_pattern(weights: list[ExpertWeight]) -> dict[str, list[ExpertWeight]]:
-    """Return the weights by their name with `*` for numbers."""
-    grouped: dict[str, list[ExpertWeight]] = {}
-    for weight in weights:
-        grouped.setdefault(name_pattern(weight.name), []).append(weight)
-    return grouped
+        groups.setdefault((weight.shape, weight.num_experts), []).append(weight.numbers)
+    found: list[dict[str, Any]] = []
+    for (shape, experts), at in groups.items():
+        places = ",".join(".".join(map(str, index)) for index in at)
+        places = _ranges([one for (one,) in at]) if all(len(i) == 1 for i in at) else places
+        found.append({"experts": experts, "shape": list(shape), "at": places})
+    return {"count": len(weights), "groups": found}
 
 
 def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
@@ -221,15 +132,11 @@ def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
     for length in range(len(parts) - 1, max(len(parts) - 4, -1), -1):
         prefix = ".".join(parts[:length])
         for name, child in model.get_submodule(prefix).named_children():
-            if not (name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__)):
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            return {
-                "class": type(child).__name__,
-                "module": name_pattern(full),
-                "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
-                "weight": name_pattern(_router_weight(child, full)),
-            }
+            if name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__):
+                return {
+                    "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
+                    "weight": name_pattern(_router_weight(child, f"{prefix}.{name}".lstrip("."))),
+                }
     return None
 
 
@@ -242,28 +149,13 @@ def _router_weight(router: nn.Module, name: str) -> str:
     return f"{name}.{bare[0]}"
 
 
-def _shared(weight: ExpertWeight, model: nn.Module) -> dict[str, Any]:
-    """Return the shared experts beside a weight's module, or beside what holds it."""
-    parts = weight.owner_name.split(".")
-    for length in range(len(parts) - 1, max(len(parts) - 3, -1), -1):
-        prefix = ".".join(parts[:length])
-        for name, child in model.get_submodule(prefix).named_children():
-            if "share" not in name or name.endswith("gate"):
-                continue
-            full = name_pattern(f"{prefix}.{name}".lstrip("."))
-            if definition_of(child, MODELS) is not None:
-                return {"kind": "stacked", "module": full}
-            return {"kind": "linear", "module": full}
-    return {"kind": "none", "module": None}
-
-
 def _checkpoint_keys(
     weight: ExpertWeight, model: PreTrainedModel, siblings: list[ExpertWeight]
 ) -> dict[str, Any]:
     """Return the keys of the weight in a checkpoint, as `save_pretrained` would write them."""
     # Of tied names a checkpoint holds the one that the others are tied to.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
-    block = [s for s in siblings if _numbers(s.name) == _numbers(weight.name)]
+    block = [s for s in siblings if s.numbers == weight.numbers]
     for group in ([weight], block):
         state = {tied.get(s.name, s.name): torch.empty(s.shape, device="meta") for s in group}
         try:
@@ -271,70 +163,45 @@ def _checkpoint_keys(
         except Exception:  # noqa: BLE001 - some conversions want all weights of a block at once
             continue
         keys = sorted({name_pattern(key) for key in written})
-        per_expert = len(written) > len(keys)
-        return {
-            "keys": keys,
-            "layout": "per expert" if per_expert else "fused",
-            "together_with": [name_pattern(s.name) for s in group if s is not weight],
-        }
-    return {"keys": [], "layout": "unknown", "together_with": []}
+        return {"keys": keys, "layout": "per expert" if len(written) > len(keys) else "fused"}
+    return {"keys": [], "layout": "unknown"}
 
 
 def _entry(
     pattern: str,
     tiny: list[ExpertWeight],
     published: list[ExpertWeight],
-    models: tuple[PreTrainedModel, PreTrainedModel | None],
+    model: PreTrainedModel,
     everything: list[ExpertWeight],
 ) -> dict[str, Any]:
     """Return what the file says of the weights of one name pattern.
 
-    Its keys, where their names do not tell: `shape`, each size as a term over configuration
-    attributes ("2*moe_intermediate_size"), null where there is none; `config`, the part of the
-    configuration that these are read from; `role` and `transposed`, as of `ExpertParam`;
+    Its keys, where their names do not tell: `role` and `transposed`, as of `ExpertParam`;
     `interleaved`, gate and up rows by turns; `post_norm`, a norm after each expert; `packed_rows`,
     experts one below the other in a 2-D parameter; `dispatches`, through transformers' experts
-    interface; `shared_experts`, "linear", "stacked" or "none"; `checkpoint`, the keys on disk,
-    "per expert" or "fused"; `published` and `tiny`, where the weights are at these sizes.
+    interface; `checkpoint`, the keys on disk, "per expert" or "fused"; `published` and `tiny`,
+    where the weights are at these sizes.
     """
-    first, model = tiny[0], models[0]
-    path, config = _config_of(first, model)
-    values, shapes = [integers(config)], [first.shape]
-    if published and models[1] is not None and len({s.shape for s in published}) == 1:
-        values.append(integers(_config_of(published[0], models[1])[1]))
-        shapes.append(published[0].shape)
-    preferred = first.definition.attributes
-    flags = first.definition.flags
+    first = tiny[0]
+    flags, packed_rows = first.definition.flags, first.definition.packed_rows
     return {
         "aliases": sorted({name_pattern(alias) for alias in first.aliases}),
         "biases": list(first.definition.biases),
         "checkpoint": _checkpoint_keys(first, model, everything),
-        "config": path,
         "dispatches": first.definition.dispatches,
         "experts_class": first.definition.class_name,
         "gated": flags["has_gate"] and "attention" not in pattern,  # JetMoE's query experts
         "interleaved": not flags["is_concatenated"],
-        "packed_rows": first.definition.packed_rows,
+        "packed_rows": packed_rows,
         "pattern": pattern,
         "post_norm": flags["has_post_expert_norm"],
-        "published": instances(published) if published else None,
+        "published": instances(published),
         "role": _role(first),
         "router": _router(first, model),
-        "shape": [
-            symbol([shape[dim] for shape in shapes], values, preferred)
-            for dim in range(len(first.shape))
-        ],
-        "shared_experts": _shared(first, model),
         "tiny": instances(tiny),
-        "transposed": _transposed(first),
+        # Rows of one expert are its intermediate features: out for the inputs, in for the output.
+        "transposed": _role(first) == "down" if packed_rows else flags["is_transposed"],
     }
-
-
-def _transposed(weight: ExpertWeight) -> bool | None:
-    if not weight.definition.packed_rows:
-        return weight.definition.flags["is_transposed"]
-    # Rows of one expert are its intermediate features: out for the inputs, in for the output.
-    return _role(weight) == "down"
 
 
 def describe(model_type: str) -> dict[str, Any] | None:
@@ -344,7 +211,8 @@ def describe(model_type: str) -> dict[str, Any] | None:
     beyond the class's defaults, as far as memory and compute depend on it.
 
     Raises:
-        Exception: Whatever transformers raises where the tiny model cannot be built.
+        Exception: Whatever transformers raises where a model cannot be built.
+        LookupError: The model of published sizes has no such experts.
     """
     config_class = CONFIG_MAPPING[model_type]
     maker = model_class(config_class)
@@ -352,35 +220,24 @@ def describe(model_type: str) -> dict[str, Any] | None:
         return None
     kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
     model = build(model_type, kwargs)
-    tiny = by_pattern(expert_weights(model))
+    tiny = by_pattern(model)
     if not tiny:
         return None
     full_kwargs = published_kwargs(config_class, default_of(config_class))
-    reason = None
-    try:
-        full: PreTrainedModel | None = build(model_type, full_kwargs)
-    except Exception as error:  # noqa: BLE001 - the registry says why, whatever it is
-        full, reason = None, f"{type(error).__name__}: {error}".splitlines()[0]
-    published = by_pattern(expert_weights(full)) if full is not None else {}
-    if full is not None and not published:
-        reason = "the default configuration has no experts"
+    published = by_pattern(build(model_type, full_kwargs))
+    if missing := tiny.keys() - published.keys():
+        raise LookupError(f"the default configuration has no {', '.join(sorted(missing))}")
     everything = [weight for group in tiny.values() for weight in group]
     known = model_type in registry.model_types()
     return {
         "class": maker.__name__,
         "checkpoints": dict(registry.load(model_type).checkpoints) if known else {},
         "experts": [
-            _entry(pattern, weights, published.get(pattern, []), (model, full), everything)
+            _entry(pattern, weights, published[pattern], model, everything)
             for pattern, weights in tiny.items()
         ],
-        "format_version": 1,
         "model_type": model_type,
-        "published": {
-            "config": full_kwargs,
-            "reason": reason,
-            "sizes": integers(full.config) if full is not None else {},
-        },
-        "tied": any(weight.aliases for weight in everything),
+        "published": {"config": full_kwargs},
         "tiny_config": kwargs,
         "transformers": transformers.__version__,
     }

@@ -44,19 +44,6 @@ def logits(model: Any) -> Tensor:
     return out
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The modules that an implementation registered as "probe" has run for."""
-    seen: list[Any] = []
-
-    def probe(module: Any, hidden_states: Tensor, *routing: Tensor) -> Tensor:
-        seen.append(module)
-        return hidden_states
-
-    monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "probe", probe)
-    return seen
-
-
 def test_a_saved_configuration_does_not_name_the_forward(tmp_path: Path) -> None:
     model = packed_model()
     assert model.config._experts_implementation == forward.IMPLEMENTATION
@@ -80,7 +67,12 @@ def test_the_choice_is_made_where_the_experts_module_reads_it(model_type: str) -
         assert module.config._experts_implementation == "grouped_mm"
 
 
-def test_a_skipped_layer_goes_on_with_what_was_chosen_before(calls: list[Any]) -> None:
+def test_a_skipped_layer_goes_on_with_what_was_chosen_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[Any] = []
+    probe = lambda module, hidden_states, *_: (calls.append(module), hidden_states)[1]  # noqa: E731
+    monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, "probe", probe)
     model = tiny_model("qwen3_moe")
     model.set_experts_implementation("probe")
     first, second = experts_of(model)

@@ -16,8 +16,6 @@ from moe_qlora.experts import checks
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 
-STORAGES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, "int8"]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -30,19 +28,6 @@ def load(folder, stored, *, adapter=True):
     settings = SETTINGS["int8"] if stored == "int8" else {**NF4, "bnb_4bit_quant_storage": stored}
     model = loaded(folder, settings)
     return lora(model, "q_proj", task_type="CAUSAL_LM") if adapter else model
-
-
-@pytest.fixture(scope="module")
-def adapted(folder):
-    """A function: a copy of the model with LoRA whose codes are stored so."""
-    made = {}
-
-    def copied(stored):
-        if stored not in made:
-            made[stored] = load(folder, stored)
-        return copy.deepcopy(made[stored])
-
-    return copied
 
 
 def contents(model):
@@ -64,15 +49,8 @@ def adapters_to_bf16(model):
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def norms_to_fp32(model):
-    for name, module in model.named_modules():
-        if "norm" in name:
-            module.to(torch.float32)
-
-
 CASTS = {
     "adapters": adapters_to_bf16,
-    "norms": norms_to_fp32,
     "sweep": sweep,
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.to(torch.bfloat16),
@@ -88,10 +66,18 @@ DESTROYS = {
 }
 
 
-@pytest.mark.parametrize("stored", STORAGES, ids=str)
-@pytest.mark.parametrize("name", CASTS)
-def test_cast(name, stored, adapted):
-    model = adapted(stored)
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        *((name, torch.uint8) for name in CASTS),
+        *((name, torch.bfloat16) for name in ("adapters", "half", "float", "k-bit preparation")),
+        ("sweep", torch.float32),
+        ("sweep", "int8"),
+    ],
+    ids=str,
+)
+def test_cast(name, stored, folder):
+    model = load(folder, stored)
     before = contents(model)
     inputs = testing.tiny_inputs(model)
     CASTS[name](model)
@@ -110,34 +96,18 @@ def test_cast(name, stored, adapted):
         assert grads and all(grad is not None and grad.any() for grad in grads)
 
 
-def test_a_linear_layer_that_was_cast_is_named(folder):
-    model = load(folder, torch.float32, adapter=False)
-    weight = model.model.layers[1].self_attn.q_proj.weight
-    weight.data = weight.data.to(torch.bfloat16)
-    with pytest.raises(moe_qlora.QuantizationError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
-        model(**testing.tiny_inputs(model))
-
-
-def test_copies_are_watched_by_themselves(folder):
-    model = load(folder, torch.float32, adapter=False)
-    inputs = testing.tiny_inputs(model)
-    model(**inputs)
-    twin = copy.deepcopy(model)
-    sweep(twin)
-    model(**inputs)
-    with pytest.raises(moe_qlora.QuantizationError, match="load the model again"):
-        twin(**inputs)
-
-
-def test_other_forms_of_linear_layers_on_cpus_are_no_cast(folder):
+def test_a_linear_layer_that_was_cast_is_named_in_a_copy_alone(folder):
     model = load(folder, torch.bfloat16, adapter=False)
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    weight.quant_state.packing_format_for_cpu = True
-    weight.data = weight.data.view(torch.uint8)
+    model(**testing.tiny_inputs(model))
+    twin = copy.deepcopy(model)
+    weight = twin.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data.to(torch.float16)
     checks.check_codes(model)
-    weight.quant_state.packing_format_for_cpu = False
-    with pytest.raises(moe_qlora.QuantizationError, match="were cast from"):
-        checks.check_codes(model)
+    with pytest.raises(moe_qlora.QuantizationError, match=r"layers\.1\.self_attn\.q_proj\.weight"):
+        twin(**testing.tiny_inputs(model))
+    # bitsandbytes converts codes to another layout on some CPUs, which is no cast
+    weight.quant_state.packing_format_for_cpu = True
+    checks.check_codes(twin)
 
 
 def test_a_state_dict_is_loaded_whole_and_crafted_statistics_of_a_layer_are_refused(folder):

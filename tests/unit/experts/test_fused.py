@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, forward, fused
-from moe_qlora.experts.operands import record_of
+from moe_qlora.experts import backend, fused
 from moe_qlora.packing import parametrize
-from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
 triton = pytest.importorskip("triton")
@@ -37,10 +34,9 @@ def case(monkeypatch):
     return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
 
 
-def refuse_kernels(module, monkeypatch):
-    """As where the kernels do not run, which is decided anew."""
+def refuse_kernels(monkeypatch):
+    """As where the kernels do not run."""
     monkeypatch.setattr(backend, "kernels_run", lambda device: False)
-    record_of(module).backends.clear()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -61,7 +57,7 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
         assert torch.equal(mine, other)
     assert len(ran) == 3  # in either operator
     assert ran[1:] == ran[:1] * 2
-    refuse_kernels(module, monkeypatch)
+    refuse_kernels(monkeypatch)
     for mine, other in zip(eager, layer_gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
@@ -134,14 +130,6 @@ def test_compiled_for_any_number_of_tokens(case):
             assert torch.equal(mine, other)
 
 
-def test_two_adapters_infer(case):
-    module, provider, parts = case
-    provider.all = {name: (*terms, *terms) for name, terms in provider.all.items()}
-    right = module(*parts)
-    with torch.inference_mode():
-        assert torch.equal(module(*parts), right)
-
-
 def test_tensors_of_several_devices_are_refused(case, monkeypatch):
     module, provider, parts = case
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1 if self.is_meta else -1)
@@ -184,85 +172,47 @@ def choice(module, x):
     return backend.choose_backend(module, backend.read_call(module, x))
 
 
-def test_what_does_not_suit_is_left_to_the_projections(case):
-    module, provider, parts = case
-    assert choice(module, parts[0]) == backend.FUSED
-    assert "suit its kernels" in backend.FUSED.reason
-    right = module(*parts).detach()
-
-    refused = choice(module, parts[0].float())
+def test_each_reason_against_the_fused_layer(case, monkeypatch):
+    module, provider, (x, index, weights) = case
+    assert choice(module, x) == backend.FUSED and "suit its kernels" in backend.FUSED.reason
+    right = module(x, index, weights).detach()
+    refused = choice(module, x.float())
     assert refused.name == "reference loop"  # on the CPU
     assert refused.reason == "the activations are torch.float32, not bfloat16 or float16"
     with torch.autocast("cpu", torch.float16):
-        assert choice(module, parts[0].float()) == backend.FUSED
-        single = (t.float() if t.is_floating_point() else t for t in parts)
-        assert (module(*single) - right).abs().max() < 0.01 * right.abs().max()
-
-    term = provider.all["down_proj"][0]
-    for change, reason in (
-        ({"dropout": nn.Dropout(0.5)}, "dropout stands before the LoRA of down_proj"),
-        (
-            {"a": term.a.double(), "b": term.b.double()},
-            "the LoRA of down_proj is torch.float64, the activations are torch.float16",
-        ),
-        (
-            {"a": torch.zeros(E * 160, INNER), "b": torch.zeros(H, E * 160)},
-            "ranks of the adapters of down_proj sum up to 160, over 128",
-        ),
+        assert choice(module, x.float()) == backend.FUSED
+        single = module(x.float(), index, weights.float())
+        assert (single - right).abs().max() < 0.01 * right.abs().max()
+    (term,) = own = provider.all["down_proj"]
+    wide = replace(term, a=torch.zeros(E * 160, INNER), b=torch.zeros(H, E * 160))
+    double = replace(term, a=term.a.double(), b=term.b.double())
+    for terms, reason in (
+        ((replace(term, dropout=nn.Dropout(0.5)),), "dropout stands before the LoRA of down_proj"),
+        ((double,), "LoRA of down_proj is torch.float64, the activations are torch.float16"),
+        ((wide,), "the LoRA of down_proj is of rank 160, over 128"),
+        ((term, term), "2 adapters of down_proj are active at a time"),
     ):
-        provider.all["down_proj"] = (replace(term, **change),)
-        assert choice(module, parts[0]).reason == reason
-    provider.all["down_proj"] = (term, replace(term, scaling=2.0))
-    assert "scaled by 0.5 and 2.0" in choice(module, parts[0]).reason
-
-
-def test_each_reason_against_the_fused_layer(case, monkeypatch):
-    module, _, (x, *_) = case
+        provider.all["down_proj"] = terms
+        assert reason in choice(module, x).reason
+    with torch.inference_mode():
+        two = module(x, index, weights)
+        provider.all["down_proj"] = (replace(term, scaling=2 * term.scaling),)
+        assert (two - module(x, index, weights)).abs().max() < 0.01 * two.abs().max()
+    provider.all["down_proj"] = own
     assert choice(module, x[:0]).reason == "there are no tokens"
-    monkeypatch.setattr(module, "has_bias", True)
+    module.has_bias = True
     biases = [nn.Parameter(torch.zeros(E, 1), requires_grad=False) for _ in range(2)]
     module.gate_up_proj_bias, module.down_proj_bias = biases
     assert choice(module, x) == backend.FUSED
     biases[1].requires_grad_()
     assert choice(module, x).reason == "down_proj_bias is trained"
-    monkeypatch.setattr(module, "has_bias", False)
-    monkeypatch.setattr(module, "has_post_expert_norm", True, raising=False)
-    record_of(module).backends.clear()
+    module.has_bias, module.has_post_expert_norm = False, True
     assert "a norm stands between" in choice(module, x).reason
-    monkeypatch.undo()
-    record_of(module).backends.clear()
+    module.has_post_expert_norm = False
+    refuse_kernels(monkeypatch)
     assert "need CUDA of compute capability 8.0 and Triton, not cpu" in choice(module, x).reason
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
-    record_of(module).backends.clear()
     parametrize.detach(module, "down_proj")
     assert choice(module, x).reason == "down_proj is not packed"
     parametrize.detach(module, "gate_up_proj")
     assert choice(module, x) == backend.UNPACKED
-
-
-@pytest.mark.parametrize("way", ["on codes", "dequantized", "in slices"])
-def test_few_frames_lie_between_the_forward_and_a_launch(case, way, monkeypatch):
-    """Of this package, both ends included; torch's own, as of autograd, are not counted."""
-    from moe_qlora.kernels import table, workspace
-
-    module, _, parts = case
-    if way != "on codes":
-        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
-    found = []
-
-    def noted(*args, **options):
-        frame, names = sys._getframe(1), ["experts_forward"]
-        while frame.f_code is not forward.experts_forward.__code__:
-            if "moe_qlora" in frame.f_globals["__name__"]:
-                names.insert(1, frame.f_code.co_name)
-            frame = frame.f_back
-        found.append(names)
-
-    replace_launches(monkeypatch, noted)
-    workspace.set_workspace_cap(1 if way == "in slices" else None)
-    try:
-        module(*parts)
-    finally:
-        workspace.set_workspace_cap(None)
-    assert len(found) > 6
-    assert max(map(len, found)) <= 5, max(found, key=len)

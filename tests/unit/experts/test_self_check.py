@@ -33,38 +33,28 @@ def test_what_is_wrong_is_said(part, monkeypatch):
         assert not self_check.layer_is_right(CPU)
 
 
-@pytest.fixture
-def elsewhere(monkeypatch):
-    """A card, a Triton and a ROCm or none, as they are set."""
-
-    def put(capability, triton, hip=None):
-        card = cards.Card("amd", (0, 0), 0) if hip else cards.of_capability(capability)
-        monkeypatch.setattr(backend, "_kernels_run", {})
-        monkeypatch.setattr(backend, "has_triton", lambda: True)
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(cards, "actual", lambda device: card)
-        monkeypatch.setattr(self_check, "installed_version", lambda name: triton)
-        monkeypatch.setattr(table, "prepare", lambda device: None)
-        return torch.device("cuda", 0)
-
-    return put
-
-
 LAST = OPTIONAL["triton"].last
 
 
 @pytest.mark.parametrize(
-    ("card", "untested"),
+    ("capability", "triton", "hip", "untested"),
     [
-        (((9, 0), LAST), False),
-        (((9, 0), "3.99.0"), True),
-        (((8, 0), "3.7.1"), True),
-        (((9, 4), LAST, "7.0"), True),
+        ((9, 0), LAST, None, False),
+        ((9, 0), "3.99.0", None, True),
+        ((8, 0), LAST, None, True),
+        ((9, 4), LAST, "7.0", True),
     ],
 )
-def test_only_what_no_test_has_seen_is_checked(card, untested, elsewhere, monkeypatch):
-    checked, device = [], elsewhere(*card)
+def test_only_what_no_test_has_seen_is_checked(capability, triton, hip, untested, monkeypatch):
+    checked, device = [], torch.device("cuda", 0)
+    card = cards.Card("amd", (0, 0), 0) if hip else cards.of_capability(capability)
+    monkeypatch.setattr(backend, "_kernels_run", {})
+    monkeypatch.setattr(backend, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cards, "actual", lambda device: card)
+    monkeypatch.setattr(self_check, "installed_version", lambda name: triton)
+    monkeypatch.setattr(table, "prepare", lambda device: None)
     monkeypatch.setattr(self_check, "_is_right", lambda *_: checked.append(1) or 1 / 0)
     if untested:
         with pytest.warns(UserWarning, match=r"do not run \(ZeroDivisionError\)"):
@@ -73,11 +63,9 @@ def test_only_what_no_test_has_seen_is_checked(card, untested, elsewhere, monkey
         assert "cuda:0, or are not right there" in reason
     assert backend.kernels_run(device) is not untested
     assert len(checked) == untested
-
-
-def test_rocm_is_said_to_be_untested(elsewhere, monkeypatch):
-    device = elsewhere((9, 4), LAST, "7.0")
-    monkeypatch.setattr(self_check, "layer_is_right", lambda device: True)
-    with pytest.warns(UserWarning, match="not tested on ROCm"):
-        assert backend.kernels_run(device)
-    assert backend.kernels_run(device)  # once
+    if hip:
+        backend._kernels_run.clear()
+        monkeypatch.setattr(self_check, "layer_is_right", lambda device: True)
+        with pytest.warns(UserWarning, match="not tested on ROCm"):
+            assert backend.kernels_run(device)
+        assert backend.kernels_run(device)  # once

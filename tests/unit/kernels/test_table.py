@@ -19,7 +19,7 @@ from moe_qlora.kernels import (  # noqa: E402
     quantized_mm_hopper,
     quantized_mm_rs,
     table,
-)
+)  # fmt: skip
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.table import Matmul  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
@@ -65,6 +65,8 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (1, 1024))
     check_layer(case)
     assert restored == ([] if transposed else [512, 512])
+    x = torch.randn(37, 512).bfloat16()
+    assert torch.equal(quantized_mm_rs.reorder(x), reordered(x))
 
 
 def reordered(x, out=None):
@@ -80,12 +82,6 @@ def reordered(x, out=None):
 def restored_order(x):
     places = reordered(torch.arange(x.shape[1])[None].float()).long()
     return torch.empty_like(x).index_copy_(1, places[0], x)
-
-
-def test_reordered_columns_and_back():
-    x = torch.randn(37, 512).bfloat16()
-    assert torch.equal(quantized_mm_rs.reorder(x), reordered(x))
-    assert torch.equal(restored_order(reordered(x)), x)
 
 
 @pytest.mark.parametrize(

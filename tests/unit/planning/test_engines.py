@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.planning.budget import ENGINES, Activity, Block, BlockTensor, Engine, Settings
-from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
 from tests.helpers import plans
@@ -63,7 +64,7 @@ def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
     by_hand = nbytes(torch.chunk(tensor, ranks)[0] for tensor in cut) + nbytes(whole)
     made = planner(model, Engine("fsdp", ranks))
     assert made.resident == by_hand
-    one = made.with_engine(None)
+    one = made.with_settings(replace(made.settings, engine=None))
     assert one.resident == planner(model).resident
     assert made.load_peak - made.resident == one.load_peak - one.resident
 
@@ -92,9 +93,6 @@ def test_ddp_has_all_and_its_buckets():
     assert made.load_peak == one.load_peak + padding
     buckets = 4 * one.trained_weights
     assert made.peak.nbytes == one.peak.nbytes + buckets + padding
-    changed = {"gradient buckets": buckets, "gathered weights": 0}
-    changed["quantization statistics"] = one.peak.parts["quantization statistics"] + padding
-    assert made.peak.parts == one.peak.parts | changed
 
 
 def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
@@ -159,20 +157,13 @@ def test_one_process_says_nothing_of_engines_and_how_several_gpus_are_used():
     assert not any("device_map" in note for note in made.notes)
     (note,) = plan(small(), gpus="8x1GiB", seq=64, search=False).notes
     assert "spread over the 8 GPUs in one process (device_map)" in note
-    assert note.endswith("compute one after the other.")
-
-
-def test_groups_of_ranks():
-    made = plan(small(), gpus="8x1GiB", engine="fsdp:4", seq=64, search=False)
-    assert made.notes[0] == "2 groups of 4 ranks; each group holds the whole model."
-    assert "loads the whole packed model, " in made.notes[1]  # under accelerate's plugin
-    assert len(made.devices) == 8
-    same = plan(small(), gpus="4x1GiB", engine="fsdp:4", seq=64, search=False)
-    assert same.peak == made.peak
+    notes = plan(small(), gpus="8x1GiB", engine="fsdp:4", seq=64, search=False).notes
+    assert notes[0] == "2 groups of 4 ranks; each group holds the whole model."
+    assert "loads the whole packed model, " in notes[1]  # under accelerate's plugin
 
 
 def test_the_command_plans_a_rank(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.planner.Planner.largest", lambda *args: 64)
     small(num_hidden_layers=1).save_pretrained(tmp_path)
     asked = "--seq", 64, "--fsdp", 4, "--quant", "fp4", "--no-double-quant", "--json"
     code, out, err = cli("plan", tmp_path, *asked)

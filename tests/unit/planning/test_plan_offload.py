@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from itertools import pairwise
 
@@ -11,9 +10,9 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.cli import app
-from moe_qlora.planning.blocks import packed_parts
 from moe_qlora.planning.choice import LEVELS
 from moe_qlora.planning.devices import CONTEXT_BYTES
+from moe_qlora.planning.model import packed_parts
 from moe_qlora.testing import tiny_model
 from tests.helpers.plans import config_of, plan
 
@@ -41,7 +40,7 @@ def test_a_plan_has_what_offload_experts_moves():
     with moe_qlora.offload_experts(model) as off:
         moved = sum(part.weight.nbytes for part in packed_parts(model))
         layer = off.host_nbytes // len(off.layers)
-        assert made.hosting.most == len(off.layers) == made.fit.hosting.most
+        assert made.hosting.most == len(off.layers)
         assert made.as_dict()["offload"]["host"] == off.host_nbytes
         assert made.as_dict()["offload"]["slots"] == 2 * layer
     assert plain.resident - made.resident == moved
@@ -73,15 +72,6 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
     assert all(seen[0][0]) and not any(seen[-1][0])
 
 
-def test_a_model_that_is_larger_than_the_card_fits_with_experts_in_host_memory():
-    made = plan("qwen3-30b-a3b", gpus="8GiB", offload=True, prepared=True, search=False)
-    assert made.fits and made.fit.fits and made.fit.needed <= made.fit.memory
-    assert 0 < made.fit.counts["host"] < made.hosting.most
-    said = json.loads(json.dumps(made.as_dict()))["offload"]
-    assert said["fitted_host"] < said["host"] and said["fitted_copies_s"] > 0
-    assert f"experts of {made.fit.counts['host']} lie in" in str(made.fit)
-
-
 def command(*words):
     with pytest.raises(SystemExit) as end:
         app.run(args=list(words))
@@ -89,7 +79,7 @@ def command(*words):
 
 
 def test_the_command_says_what_lies_where(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.planner.Planner.largest", lambda *args: 64)
     LARGE.save_pretrained(tmp_path)
     folder = str(tmp_path / "config.json")
     size = plan_of(offload=True).devices[0].needed

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from peft import LoraConfig
 
-from moe_qlora.planning import planner as planning
-from moe_qlora.planning.budget import Settings
-from moe_qlora.planning.meta_model import source_of
-from moe_qlora.planning.planner import Planner
+from moe_qlora.planning import plan as planning
+from moe_qlora.planning.model import source_of
 from tests.helpers.plans import config_of, plan
 
 NUMBERED = (
@@ -23,7 +21,7 @@ NUMBERED = (
 def of_all_layers(monkeypatch, *args, **settings):
     """The plan for which every layer is packed and run."""
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "tells_layers_apart", lambda *_: True)
+        patch.setattr(planning, "source_of", lambda *of: replace(source_of(*of), repeats=False))
         return plan(*args, **settings)
 
 
@@ -41,17 +39,6 @@ def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch)
     config = config_of(family, 4)
     made = plan(config, seq=64, **settings)
     assert asdict(made) == asdict(of_all_layers(monkeypatch, config, seq=64, **settings))
-
-
-def test_repeated_layers_are_empty():
-    """A plan packs the first and the last layer of a kind, and counts the weights of all."""
-    source = source_of(config_of("deepseek_v3", 12), None)
-    meta = Planner(source, Settings(seq=64)).meta
-    assert len(meta.emptied) == 12 - 3
-    assert not any(list(meta.base.get_submodule(n).parameters()) for n in meta.emptied)
-    whole = source.build()
-    tensors = {id(t): t.nbytes for t in (*whole.parameters(), *whole.buffers())}
-    assert meta.unpacked == sum(tensors.values())
 
 
 @pytest.mark.parametrize(("packing", "settings"), NUMBERED)

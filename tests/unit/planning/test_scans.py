@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_qlora.planning import meta_step, tracker
+from moe_qlora.planning import step
 from moe_qlora.planning.budget import Settings
-from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
 
@@ -17,16 +17,16 @@ def test_shorter_sequences_take_the_bytes_of_a_long_one(seq, checkpointing, monk
     def peak():
         model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
         settings = Settings(seq=seq, checkpointing=checkpointing)
-        return Planner(source_of(model, None), settings).peak(1, seq).nbytes
+        return Planner(source_of(model, None), settings).report(()).peak.nbytes
 
     short = peak()
-    monkeypatch.setattr(meta_step, "_TURNS", seq)
+    monkeypatch.setattr(step, "_TURNS", seq)
     assert short == pytest.approx(peak(), rel=0.01)
 
 
 def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
     """Of each layout and type; what is a view of its input stays one, and is not counted."""
-    monkeypatch.setattr(tracker, "_made", {})
+    monkeypatch.setattr(step, "_made", {})
     x = torch.empty(4, 6, 8, device="meta")
     inputs = [x, torch.empty(4, 8, 6, device="meta").transpose(1, 2), x[:, :3], x.bfloat16()]
     functions = [lambda t: t * 2, lambda t: t + x.sum(), torch.empty_like, lambda t: t.sum(1)]
@@ -39,6 +39,6 @@ def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
 
     plain = kinds()
     for _ in range(2):
-        with tracker.MemoryTracker(inputs):
+        with step.MemoryTracker(inputs):
             assert kinds() == plain
-    assert len(tracker._made) > 3 * len(inputs)
+    assert len(step._made) > 3 * len(inputs)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from moe_qlora.planning.plan import RUNGS
 from moe_qlora.planning.planner import LIGER_LOSS
-from moe_qlora.planning.search import RUNGS
 from moe_qlora.testing import tiny_model
 from moe_qlora.versions import installed_version
 from tests.helpers.plans import plan as plan_of
@@ -33,8 +33,8 @@ def plan(gpus, config=LARGE, **given):
 
 @pytest.fixture(autouse=True)
 def _no_longest_sequence_and_no_levels(monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
-    monkeypatch.setattr("moe_qlora.planning.plan.fit_of", lambda *args: None)
+    monkeypatch.setattr("moe_qlora.planning.planner.Planner.largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.planner.Planner.fit", lambda *args: None)
 
 
 @cache
@@ -119,14 +119,6 @@ def test_several_gpus_hold_it_whole_or_share_it():
     assert made.best.values()["fsdp"] == 2
 
 
-def test_a_model_without_experts_is_searched_too():
-    from transformers import LlamaConfig
-
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    made = plan("1GiB", LlamaConfig(vocab_size=64, **sizes, dtype="bfloat16"))
-    assert made.fits and made.best.settings.targets == "attention"
-
-
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
 def test_liger_knows_the_models_that_its_loss_is_taken_for():
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
@@ -135,3 +127,11 @@ def test_liger_knows_the_models_that_its_loss_is_taken_for():
 
     lacking = {"deepseek_v2"} if installed_version("liger-kernel") == "0.8.4" else set()
     assert {name for name in model_types() if name in KNOWN} == LIGER_LOSS - lacking
+
+
+def test_a_model_without_experts_is_searched_too():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    made = plan("1GiB", LlamaConfig(vocab_size=64, **sizes, dtype="bfloat16"))
+    assert made.fits and made.best.settings.targets == "attention"

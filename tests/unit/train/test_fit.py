@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moe_qlora.errors import ConfigError
+from moe_qlora.planning import choice
 from moe_qlora.planning.choice import LEVELS
-from moe_qlora.train import fit as fit_module
 from moe_qlora.train.layers import runner_of
 from tests.helpers.fitting import (
     SEQ,
@@ -51,9 +51,8 @@ TYPES = {
 def test_no_memory_is_exceeded_and_nothing_else_changes(
     model_type: str, seq: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On the levels of sequences of so many tokens
-    ladder = fit_module.Ladder.of(seq)
-    monkeypatch.setattr(fit_module.Ladder, "of", lambda seq: ladder)
+    if seq > SEQ:  # On the levels of long sequences
+        monkeypatch.setattr(choice, "_LONG", 1)
     model = adapted(model_type, **TYPES[model_type])
     ids = token_ids(model)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}

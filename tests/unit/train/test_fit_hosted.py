@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.planning.choice import LEVELS
-from moe_qlora.planning.hosting import Pace
+from moe_qlora.planning.devices import Pace
 from tests.helpers.fitting import (
     adapted,
     equal,
@@ -107,16 +106,3 @@ def test_both_are_undone_in_either_order(first: int) -> None:
         model.load_state_dict(weights)
         assert equal(train(model, ids), resident)
     assert off.host_nbytes == 0 and not off.layers
-
-
-def test_the_device_is_that_of_what_is_not_in_host_memory() -> None:
-    """On CUDA, parameters of experts in host memory lie on the CPU."""
-    model = adapted()
-    with moe_qlora.offload_experts(model):
-        for module in model.modules():
-            if getattr(module, "host", None) is None:
-                for name, parameter in module.named_parameters(recurse=False):
-                    meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                    module._parameters[name] = meta
-        with pytest.raises(ConfigError, match="the model is on meta"):
-            fitted(model)

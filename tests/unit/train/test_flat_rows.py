@@ -83,20 +83,12 @@ def numbered(rows: list[Tensor]) -> Batch:
     return {"attention_mask": mask} | {n: x for n, x in packed(rows).items() if "pos" not in n}
 
 
-def left_with_positions(rows: list[Tensor]) -> Batch:
-    """As `generate` makes them: those of padding are 1, which is no new sequence."""
-    batch = padded(rows, left=True)
-    mask = batch["attention_mask"]
-    return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
-
-
 BATCHES: dict[str, Callable[[list[Tensor]], Batch]] = {
     "right": lambda rows: padded(rows, left=False),
     "left": lambda rows: padded(rows, left=True),
     "packed": packed,
     "two packed": packed_in_two,
     "numbered": numbered,
-    "left with positions": left_with_positions,
 }
 
 
@@ -188,6 +180,13 @@ def test_outputs_have_the_shape_of_the_batch() -> None:
     before = model(**batch, **asked)
     with flat(model):
         after = model(**batch, **asked)
+    embeds, found = model.get_input_embeddings()(batch["input_ids"]).detach(), []
+    for within in (nullcontext(), flat(model)):
+        inputs = embeds.clone().requires_grad_()
+        with within:
+            model(inputs_embeds=inputs, **{**batch, "input_ids": None}).loss.backward()
+        found.append(inputs.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
     real = batch["attention_mask"].bool()
     for name in ("loss", "aux_loss"):
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
@@ -198,19 +197,6 @@ def test_outputs_have_the_shape_of_the_batch() -> None:
     for ours, theirs in zip(after.router_logits, before.router_logits, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours[real.flatten()], theirs[real.flatten()])
-
-
-def test_embeddings_are_gathered_with_their_gradients() -> None:
-    model = tiny_model("qwen3_moe", seed=0).train()
-    batch = padded(sequences(model), left=True)
-    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
-    found = []
-    for within in (False, True):
-        inputs = embeds.clone().requires_grad_()
-        with flat(model) if within else nullcontext():
-            model(inputs_embeds=inputs, **batch).loss.backward()
-        found.append(inputs.grad)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
@@ -328,7 +314,10 @@ def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(fam
     ones = torch.ones(1, sum(LENGTHS), dtype=torch.long)
     packs = [packed(rows), packed(rows) | {"attention_mask": ones}, packed_in_two(rows)]
     packs += [numbered(rows), packed(rows) | {"seq_idx": numbered(rows)["attention_mask"].int()}]
-    for batch in (packed(rows[:1]), padded(rows, left=False), left_with_positions(rows)):
+    mask = (left := padded(rows, left=True))["attention_mask"]
+    # As `generate` makes them: those of padding are 1, which is no new sequence
+    left["position_ids"] = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    for batch in (packed(rows[:1]), padded(rows, left=False), left):
         step(model, batch)
     if family not in MIXING:
         expected = alone(model)
@@ -388,9 +377,7 @@ def test_recorded_lengths_come_from_the_batches_that_come() -> None:
     assert sum(came) > 0.85 * sum(length for length, *_ in found[8 * len(came) :])
     assert lengths.pick(32000, 9)[0] == 32768 and lengths.pick(40000, 9)[2] is False
     assert len(lengths.recorded) <= 8
-
-
-def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
+    # One that is recorded serves shorter rows that come seldom
     lengths = flat_rows.RowLengths(4096)
     picked = [lengths.pick(n, 3)[0] for n in (1300, 500, 900, 3000, 1100, 4096)]
     assert picked == [2048, 2048, 2048, 4096, 2048, 4096]

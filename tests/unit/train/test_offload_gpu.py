@@ -136,9 +136,6 @@ def test_recorded_layers(count: int, level: str | None) -> None:
         copies = off.copies
         assert_alike(steps(model), resident, again)
         assert off.copies - copies == 4 * 2 * max(0, count - 2)
-        evaluated = model.eval()(input_ids=batch(0)).logits
-        assert_alike(steps(model.train()), resident, again)
-    assert torch.equal(model.eval()(input_ids=batch(0)).logits, evaluated)
 
 
 @slowed
