@@ -116,7 +116,7 @@ def _bytes(model: Any, quantization: Any, remote: bool) -> list[Any]:
     source = meta_model.source_of(model, quantization, remote)
     meta = meta_model.MetaModel(source)
     blocks = blocks_of(meta.base, meta.parts)
-    sizes = {name: sum(one.parts[part] for one in blocks) for name, part in WEIGHTS.items()}
+    sizes = {name: sum(one.nbytes(*of) for one in blocks) for name, of in WEIGHTS.items()}
     packed = {f"{part.module}.{part.leaf}": part.weight.kind for part in meta.parts}
     said = f"Packed as {meta.kind}" if meta.kind else "Nothing is packed"
     said += f": {human_bytes(meta.unpacked)} before, {human_bytes(sum(sizes.values()))} after."
