@@ -218,10 +218,8 @@ def kernels_run(device: torch.device) -> bool:
         if torch.compiler.is_compiling():
             return False
         if runs := suits(cards.actual(device)):
-            from ..kernels import table
             from .self_check import layer_is_right
 
-            table.prepare(device)
             runs = layer_is_right(device)
         _kernels_run[index] = runs
         if torch.version.hip is not None and runs:

@@ -311,7 +311,5 @@ KERNEL = Kernel(
     lambda matmul: wide_tile(matmul.rows, matmul.packed.experts, WIDE_TILE),
     prepare,
     launch,
-    # int8 codes have branches of their own in the kernel.
-    tried=lambda spec: spec.kind if spec.is_int8 and spec.device >= 0 else None,
     cut=default,
 )

@@ -37,7 +37,7 @@ from .limits import (
 from .quantized_mm import Arguments, prepare
 from .routing import Routing
 from .table import Kernel, Matmul
-from .weights import MX_BLOCK, MXFP4, NF4, TABLES
+from .weights import TABLES
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
@@ -396,6 +396,4 @@ KERNEL = Kernel(
     prepare,
     launch,
     hopper=True,
-    # Blocks of 32 have branches of their own in the kernel.
-    tried=lambda spec: MXFP4 if spec.blocksize == MX_BLOCK else NF4,
 )

@@ -34,7 +34,6 @@ from .quantized_mm import prepare
 from .quantized_mm_hopper import block_values, launch_on, load_tail, look_up, source_rows
 from .routing import Routing
 from .table import Kernel, Matmul
-from .weights import NF4
 
 UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
@@ -299,5 +298,4 @@ KERNEL = Kernel(
     launch,
     reorder=reorder,
     hopper=True,
-    tried=lambda spec: NF4,
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from fused_layer import CASES, check_layer, stack_of  # noqa: E402
 from moe_qlora.kernels import (  # noqa: E402
     grouped_mm,
     moe_layer,
-    quantized_mm,
     table,
     workspace,
 )  # fmt: skip
@@ -122,19 +119,3 @@ def test_rows_any_distance_apart(name, monkeypatch):
     for module in (moe_layer, grouped_mm):
         monkeypatch.setattr(module, "row_stride", lambda width, *args, **kwargs: width + 24)
     check_layer(CASES[name])
-
-
-@pytest.mark.parametrize(
-    ("kind", "ways"), [("nf4", (True, False)), ("fp4", ()), ("int8", (True,)), ("mxfp4", (False,))]
-)
-def test_a_kernel_is_tried_before_it_is_used(kind, ways):
-    device, portable = torch.device("cpu"), quantized_mm.KERNEL
-    assert table.is_right(portable, device, kind)
-    for wrong_way in ways:
-
-        def wrong(x, matmul, *rest, wrong_way=wrong_way):
-            y = quantized_mm.launch(x, matmul, *rest)
-            return y.mul_(1 + 1e-2 * (matmul.by_rows == wrong_way))
-
-        assert not table.is_right(replace(portable, launch=wrong), device, kind)
-    assert not table.is_right(replace(portable, launch=lambda *a: 1 / 0), device, kind)

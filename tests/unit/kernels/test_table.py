@@ -58,9 +58,7 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     def supports(matmul):
         return RS.supports(matmul._replace(dtype=torch.bfloat16))
 
-    stand_in = replace(
-        RS, supports=supports, launch=launch, reorder=reordered, hopper=False, tried=lambda _: None
-    )
+    stand_in = replace(RS, supports=supports, launch=launch, reorder=reordered, hopper=False)
     monkeypatch.setattr(table, "KERNELS", [stand_in, *table.kernels()])
     monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (1, 1024))
     check_layer(case)
@@ -91,8 +89,7 @@ def restored_order(x):
 )  # fmt: skip
 def test_which_matmuls_hopper_takes(each, reused, taken, monkeypatch):
     """In whole tiles, up to fewer rows where a dequantized weight would serve two products."""
-    known = {(HOPPER.name, "nf4", -1): True, (RS.name, "nf4", -1): False}
-    monkeypatch.setattr(table, "validated", known)
+    monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if k is not RS])
     packed = stack_of((4, 128, 320), "nf4", True)
     for by_rows in (True, False):
         asked = Matmul(packed, torch.bfloat16, 4 * each, by_rows, reused=reused)
@@ -121,17 +118,3 @@ def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
     packed = SimpleNamespace(spec=WeightSpec((2, 192, 512), "nf4", 64, 0, 0), experts=2)
     matmul = Matmul(packed, dtype, 1 << 20, by_rows=False, backward=True, held=True)
     assert table.choose(matmul).kernel is wanted
-
-
-def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
-    """A trial waits for the device; the next call finds out."""
-    monkeypatch.setattr(table, "validated", {})
-    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
-    monkeypatch.setattr(table, "is_right", lambda *_: True)
-    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    for records in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda r=records: r)
-        assert table.works(HOPPER, spec) != records
-    int8 = WeightSpec((2, 192, 512), "int8", 0, 0, 0)
-    assert table.works(quantized_mm.KERNEL, int8)
-    assert (quantized_mm.KERNEL.name, "int8", 0) in table.validated
