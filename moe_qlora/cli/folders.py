@@ -156,10 +156,10 @@ def report(
     trust_remote_code: opt.Remote = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Write a page with bytes by part, packing error, routing, and the curves of a run.
+    """Write a page with bytes by part, experts, packing error, routing, and the curves of a run.
 
-    It is one file for any browser, without scripts and network. What cannot be measured from what
-    is given says so in a sentence. Ends with 0, and with 2 where something cannot be read.
+    It is one file for any browser, without scripts and network. Ends with 0, and with 2 where
+    something cannot be read.
     """
     from ..report.write import write_report
 
@@ -168,9 +168,10 @@ def report(
         seq=seq, quantization_config=opt.packed_as(None, quant, double_quant),
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    without = f"; left out: {', '.join(missing).lower()} (the page says why)" if missing else ""
+    added = {"Packing error": "--against", "Routing": "--text", "Training": "a Trainer's run"}
+    without = ", ".join(f"{part.lower()} ({added.get(part, '--base')})" for part in missing)
     size = out.expanduser().stat().st_size / 1024
-    typer.echo(f"{out.expanduser()}: {size:.0f} KiB{without}.")
+    typer.echo(f"{out.expanduser()}: {size:.0f} KiB{', without ' * bool(without)}{without}.")
 
 
 def verify(

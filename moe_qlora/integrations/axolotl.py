@@ -5,8 +5,8 @@
     moe_qlora:
       lora_experts: true
 
-The hooks are in the order of their calls. axolotl keeps a plugin for the whole process, so every
-hook first checks that the current run names it.
+The hooks are in the order of their calls. axolotl keeps a plugin for the whole process: `host` is
+there only in a run that names the plugin.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
-from ..errors import ConfigError, MoeQloraError
+from ..errors import ConfigError
 from .host import ExpertsHost
 from .settings import BLOCK, ExpertsSettings, check, is_named, wants_packing
-
-if TYPE_CHECKING:
-    from ..checkpoint.merge import MergeReport
 
 LOG = get_logger("axolotl.plugins.moe_qlora")  # a child of the logger that axolotl shows
 
 # Fields set for PEFT, and restored once the adapters exist.
 _TARGETS = ("lora_target_modules", "lora_target_parameters", "lora_exclude_modules")
 _WRITTEN = (*_TARGETS, "lora_target_linear", "lora_dropout")
-
+_CONFIG_ONLY = ("dpo", "ipo", "kto")  # whose trainers make the adapters
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -50,14 +47,8 @@ class MoeQloraArgs(BaseModel):
     def _other_runs(cls, data: Any) -> Any:
         # axolotl calls every plugin that it has loaded in the process
         if isinstance(data, Mapping) and not is_named(data):
-            return {key: value for key, value in data.items() if key != BLOCK}
+            return {key: data[key] for key in data if key not in MoeQloraArgs.model_fields}
         return data
-
-    @model_validator(mode="after")
-    def _stay_away(self) -> Self:
-        if not is_named({"plugins": getattr(self, "plugins", None)}):
-            self.lora_exclude_modules = None
-        return self
 
 
 class MoeQloraPlugin(BasePlugin):
@@ -91,7 +82,7 @@ class MoeQloraPlugin(BasePlugin):
         host.before_build()  # until post_model_build, or the next run after a build that fails
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        if self.host is None or not is_named(cfg):
+        if self.host is None:
             return
         report = self.host.after_build(model)
         if report is not None:
@@ -101,11 +92,11 @@ class MoeQloraPlugin(BasePlugin):
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Set the fields for PEFT on experts, until `post_lora_load`."""
-        if self.host is None or not (is_named(cfg) and cfg.get("adapter") and wants_packing(cfg)):
+        if self.host is None or not (cfg.get("adapter") and wants_packing(cfg)):
             return
         if cfg.get("experts_implementation"):  # set on the model since the build
             self.host.after_build(model)
-        if cfg.get("lora_model_dir") and not _config_only(cfg):
+        if cfg.get("lora_model_dir") and _loss_of(cfg) not in _CONFIG_ONLY:
             return  # The saved adapter has its own configuration
         from axolotl.loaders.adapter import _build_peft_lora_config
 
@@ -128,7 +119,7 @@ class MoeQloraPlugin(BasePlugin):
     def post_lora_load(self, cfg: Any, model: Any) -> None:
         self._written.close()
         # DPO, IPO and KTO have no adapter yet: see `post_trainer_create`.
-        if self.host is None or not is_named(cfg) or not hasattr(model, "peft_config"):
+        if self.host is None or not hasattr(model, "peft_config"):
             return
         self.host.after_peft(model)
         if cfg.get("lora_model_dir") and cfg.get("lora_dropout"):  # which its files do not carry
@@ -138,22 +129,18 @@ class MoeQloraPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Connect adapters that a trainer has made itself (DPO, IPO, KTO); prepare training."""
-        if self.host is None or not is_named(cfg):
+        if self.host is None:
             return
         model = self.host.after_peft(trainer.model)
-        if _config_only(cfg) and hasattr(model, "get_base_model"):
+        if _loss_of(cfg) in _CONFIG_ONLY and hasattr(model, "get_base_model"):
             # At the end axolotl saves the loaded model; redirect it to the trainer's PeftModel.
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
         if cfg.get("torch_compile") or (cfg.get("context_parallel_size") or 1) > 1:
             return  # Other code compiles the layers, or cuts rows in pieces
-        prepared = self.host.before_training(
-            model,
-            batch_size=cfg["micro_batch_size"],
-            seq_len=cfg["sequence_len"],
-            objective=_loss_of(cfg) or "sft",
-        )
+        sizes = {"batch_size": cfg["micro_batch_size"], "seq_len": cfg["sequence_len"]}
+        prepared = self.host.before_training(model, objective=_loss_of(cfg) or "sft", **sizes)
         if prepared is not None:
             LOG.info("%s", prepared)
             self._undo.callback(prepared.remove)
@@ -163,8 +150,21 @@ class MoeQloraPlugin(BasePlugin):
             return
         settings = ExpertsSettings.read(cfg.get(BLOCK))
         if settings.pack_experts:
-            report = _replace_merged(ExpertsHost(settings), cfg, adapter_path, output_path)
-            LOG.info("moe_qlora has merged the adapter again: %s", report)
+            # axolotl's merge drops experts that are separate tensors in the checkpoint
+            target, base = Path(output_path), Path(str(cfg["base_model"])).expanduser()
+            for file in (file for pattern in _WEIGHTS for file in target.glob(pattern)):
+                file.unlink()
+            if not base.is_dir():
+                from huggingface_hub import snapshot_download
+
+                revision = cfg.get("revision_of_model")
+                base = Path(snapshot_download(cfg["base_model"], revision=revision))
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:
+                fresh = Path(temporary) / "merged"
+                report = ExpertsHost(settings).merge(base, adapter_path, fresh)
+                for new in (new for each in (*_WEIGHTS, "config.json") for new in fresh.glob(each)):
+                    shutil.move(new, target / new.name)
+            LOG.info("moe_qlora has merged the adapter again: %s", replace(report, folder=target))
 
     def post_train_unload(self, cfg: Any) -> None:
         self._leave()
@@ -197,35 +197,3 @@ def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:
 def _loss_of(cfg: Any) -> str:
     """Return the `rl` of a configuration, an enumeration or a word; "" without."""
     return str(cfg.get("rl") or "").rpartition(".")[2].lower()
-
-
-def _config_only(cfg: Any) -> bool:
-    return _loss_of(cfg) in ("dpo", "ipo", "kto")
-
-
-def _replace_merged(
-    host: ExpertsHost, cfg: Mapping[str, Any], adapter: str, out: str
-) -> MergeReport:
-    # axolotl's merge drops experts that are separate tensors in the checkpoint.
-    target, base = Path(out), Path(str(cfg["base_model"])).expanduser()
-    if not base.is_dir():
-        from huggingface_hub import snapshot_download
-
-        base = Path(snapshot_download(cfg["base_model"], revision=cfg.get("revision_of_model")))
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".moe_qlora-") as temporary:
-        fresh = Path(temporary) / "merged"
-        try:
-            report = host.merge(base, adapter, fresh)
-        except MoeQloraError as error:
-            raise type(error)(
-                f"{out} was written by axolotl, which cannot merge packed experts, and is not to "
-                f"be used; merging anew failed ({error}): run moe-qlora merge {cfg['base_model']} "
-                f"{adapter} OUT."
-            ) from error
-        for pattern in _WEIGHTS:
-            for old in target.glob(pattern):
-                old.unlink()
-        for pattern in (*_WEIGHTS, "config.json"):
-            for new in fresh.glob(pattern):
-                shutil.move(new, target / new.name)
-    return replace(report, folder=target)

@@ -3,12 +3,9 @@
     trainer.add_callback(RoutingCallback(trainer))
 
 For every layer it logs, of the tokens since the last log, to each tracker of the trainer and into
-`trainer.state.log_history`:
-
-    routing_share/LAYER    the share of the layer's assignments that its busiest expert got
-    routing_idle/LAYER     the number of experts without a token
-
-and, with matplotlib, a picture of layers by experts to TensorBoard and Weights & Biases.
+`trainer.state.log_history`: `routing_share/LAYER`, the share of the layer's assignments that its
+busiest expert got, and `routing_idle/LAYER`, the number of experts without a token; and, with
+matplotlib, a picture of layers by experts to TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback
 from transformers.integrations import integration_utils
 
@@ -32,12 +30,8 @@ class RoutingCallback(TrainerCallback):
 
     Hooks on the experts count on the device, in training mode, padding included, from the beginning
     to the end of `train()`; only a log waits for the device. Each process counts its own tokens,
-    and the first one logs. Layers that are compiled or recorded in this `train()` contain the count
-    (that step counts tokens more than once). Those compiled or recorded before run no hooks: the
-    first log is a `ConfigError`, as is a model without fused experts at the start.
-
-    Args:
-        trainer: Whose trackers get the numbers.
+    and the first one logs, to `trainer`'s trackers. Layers that are compiled or recorded before
+    `train()` run no hooks: the first log is a `ConfigError`, as is a model without fused experts.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -97,13 +91,11 @@ def _draw(tracker: Any, shares: dict[str, Tensor], step: int) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    rows = [*shares.values()]
-    grid = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=float("nan"))
+    grid = pad_sequence([*shares.values()], batch_first=True, padding_value=float("nan"))
     canvas = FigureCanvasAgg(Figure(figsize=(9, 4), layout="constrained"))
     axes = canvas.figure.add_subplot()
-    shown = axes.imshow(grid, aspect="auto", interpolation="nearest", vmin=0)
+    canvas.figure.colorbar(axes.imshow(grid, aspect="auto", interpolation="nearest", vmin=0))
     axes.set(xlabel="expert", ylabel="layer with experts", title=f"step {step}")
-    canvas.figure.colorbar(shown, label="share of the layer's assignments")
     canvas.draw()
     pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8)
     image = pixels.view(*canvas.get_width_height()[::-1], 4)[..., :3].numpy()

@@ -6,11 +6,9 @@
         trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, ...))
     trainer.train()
 
-TRL sends every weight of the model, merged: codes and decoded experts. Here the engine has the
-base, and each sync writes the adapter in the engine's layout to a folder that the engine loads. TRL
-logs how sampler and trainer differ as `sampling/sampling_logp_difference/mean` and `/max`.
-
-TRL has no hook for another sync: a class of this file replaces its trainers' `VLLMGeneration`.
+TRL sends every weight of the model, merged. Here the engine has the base, and each sync writes the
+adapter to a folder that the engine loads. TRL has no hook for this (UPSTREAM.md): a class of this
+file replaces its trainers' `VLLMGeneration`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -39,9 +37,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..checkpoint.folder import absolute
 from ..errors import ConfigError, first_line
 from ..serving.export import export_adapter
-
-if TYPE_CHECKING:
-    from peft import PeftModel
 
 _TRAINERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 _MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of max_lora_rank
@@ -61,17 +56,12 @@ def adapters_to_vllm(
 ) -> Iterator[None]:
     """Trainers that are made in the block sync adapters, not models, to vLLM.
 
-    Args:
-        base: The folder of the 16-bit model, which the engine serves; None for the trainer's own.
-        folder: For adapters, under the same path on the server; None for a temporary one.
-        any_base: Take a base that is not the model in the adapter's note.
-        **engine_options: More arguments of `vllm.LLM`, in colocate mode.
-
-    Raises:
-        ConfigError: The trainer's model has no adapter, vLLM's sleep mode is on, or the server
-            cannot load adapters.
-        AdapterError: vLLM cannot serve this adapter.
-        CheckpointError: The base is missing, damaged or of another kind.
+    `base` is the folder of the 16-bit model, which the engine serves, by default the trainer's own;
+    `folder` is for adapters, under the same path on the server, by default a temporary one. With
+    `any_base` the base need not be the model in the adapter's note. `engine_options` are more
+    arguments of `vllm.LLM`, in colocate mode. A `ConfigError`: the model has no adapter, vLLM's
+    sleep mode is on, or the server loads no adapters; an `AdapterError`: vLLM cannot serve this
+    one; a `CheckpointError`: the base is missing, damaged or of another kind.
     """
     own: Any = {"base": base, "folder": folder, "any_base": any_base, "engine": engine_options}
     with ExitStack() as undo:
@@ -86,14 +76,7 @@ class AdapterGeneration(VLLMGeneration):
     """TRL's sampler on vLLM, with the base's weights and with adapters as syncs."""
 
     def __init__(
-        self,
-        *,
-        model: PeftModel,
-        base: str | Path | None,
-        folder: str | Path | None,
-        any_base: bool,
-        engine: dict[str, Any],
-        **kwargs: Any,
+        self, *, model: Any, base: Any, folder: Any, any_base: bool, engine: Any, **kwargs: Any
     ) -> None:
         if not getattr(model, "peft_config", None):
             raise ConfigError(
@@ -107,10 +90,9 @@ class AdapterGeneration(VLLMGeneration):
         made: list[Any] = [None]
         if self.accelerator.is_main_process:
             # One folder for all processes; a server, which may run elsewhere, gets its path.
-            place = None if folder is None else absolute(folder)
-            if place is not None:
-                place.mkdir(parents=True, exist_ok=True)
-            made[0] = tempfile.mkdtemp(prefix="adapters-", dir=place)
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            made[0] = tempfile.mkdtemp(prefix="adapters-", dir=folder and absolute(folder))
             weakref.finalize(self, shutil.rmtree, made[0], ignore_errors=True)
         broadcast_object_list(made, from_process=0)
         self._folder = Path(made[0])
@@ -157,10 +139,10 @@ class AdapterGeneration(VLLMGeneration):
 
         config = self.model.peft_config[self.model.active_adapter]
         rank = max([config.r, *(config.rank_pattern or {}).values()])
-        allowed = next((each for each in _MAX_RANKS if each >= rank), None)
-        if allowed is None:
+        if rank > _MAX_RANKS[-1]:
             most = f"vLLM takes adapters up to rank {_MAX_RANKS[-1]}"
             raise ConfigError(f"The engine cannot start: the adapter's rank is {rank}, and {most}.")
+        allowed = next(each for each in _MAX_RANKS if each >= rank)
         kwargs |= {"model": str(self._base), "enable_lora": True, "max_lora_rank": allowed}
         kwargs["quantization"] = None  # TRL guesses from the trainer's own 4-bit layers
         return AdapterLLM(**{**kwargs, **self._engine})
@@ -205,12 +187,9 @@ class AdapterClient(VLLMClient):
             try:
                 _answer(f"{self.base_url}/health", timeout=max(retry_interval, 5.0))
                 return
-            except ConfigError as error:
+            except ConfigError:
                 if time.monotonic() >= end:
-                    raise ConfigError(
-                        f"No vLLM server answers at {self.base_url} (vllm_server_base_url) after "
-                        f"{total_timeout:.0f} s (vllm_server_timeout); start it with {_SERVE}."
-                    ) from error
+                    raise
             time.sleep(retry_interval)
 
     def get_server_info(self) -> dict[str, Any]:
@@ -226,7 +205,6 @@ class AdapterClient(VLLMClient):
                 _answer(f"{self.base_url}/v1/unload_lora_adapter", {"lora_name": last})
 
     # TRL's client uses `requests`, which may not be installed.
-
     def _get(self, url: str, **_: Any) -> Any:
         return json.loads(_answer(url))
 
@@ -243,8 +221,8 @@ def _answer(url: str, body: Any = None, timeout: float | None = None) -> str:
     except HTTPError as error:
         text = error.read().decode("utf-8", "replace")
         raise ConfigError(
-            f"The vLLM server answered {error.code} at {url} ({text:.300}): it is to be started "
-            f"with {_SERVE}."
+            f"The vLLM server answered {error.code} at {url} ({text:.300}): start it with {_SERVE}."
         ) from error
     except (OSError, HTTPException) as error:
-        raise ConfigError(f"No vLLM server answers at {url}: {first_line(error)}.") from error
+        said = f"No vLLM server answers at {url} ({first_line(error)}): start it with {_SERVE}."
+        raise ConfigError(said) from error

@@ -112,9 +112,11 @@ def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         Package("deepspeed", None, "0.19", "not installed"),
     )
     card = Card("nvidia", (9, 0), 227 << 10)
-    here = [(doctor._described("NVIDIA H200", 150754820096, card, here=True), card)]
+    matmuls = ("quantized matmul", "grouped matmul")
+    here = [(doctor.Device("NVIDIA H200", 150754820096, "9.0", True, *matmuls), card)]
+    examined = doctor.examined
     monkeypatch.setattr(doctor, "packages", lambda: rows)
-    monkeypatch.setattr(doctor, "_here", lambda: here)
+    monkeypatch.setattr(doctor, "examined", lambda gpu: here if gpu is None else examined(gpu))
     monkeypatch.setattr(doctor, "_DRIVER", folder / "none")
     monkeypatch.chdir(folder)
 
