@@ -36,10 +36,7 @@ STEPS = 80
 RATE = 1e-2
 
 
-SCALE = demo.Scale(
-    hidden=64, layers=1, experts=8, batch=8, length=64, pretrain_steps=250, steps=STEPS,
-    characters=300_000,
-)  # fmt: skip
+SCALE = demo.Scale(hidden=64, experts=8, pretrain_steps=250, steps=STEPS, characters=300_000)
 
 
 def lora_config(experts: bool) -> LoraConfig:
@@ -63,7 +60,7 @@ def test_packed_experts_train_like_full_ones(tmp_path: Path) -> None:
 
     def packed_model() -> Any:
         model = plain()
-        assert len(moe_qlora.quantize_experts(model, BNB).quantized) == 2
+        assert len(moe_qlora.quantize_experts(model, BNB).quantized) == 4
         return model
 
     def train(model: Any) -> float:
