@@ -70,10 +70,10 @@ def test_packed_experts_train_like_full_ones(tmp_path: Path) -> None:
             if ".lora_A" in name:  # lora_B starts at zero
                 bound = parameter.shape[1] ** -0.5
                 parameter.data.uniform_(-bound, bound, generator=generator)
-        demo.train(model, tokens, SCALE, STEPS, RATE, "LoRA")
-        return float(demo.evaluate(model, held_out, SCALE))
+        demo.train(model, tokens, STEPS, RATE)
+        return float(demo.evaluate(model, held_out))
 
-    start = float(demo.evaluate(packed_model(), held_out, SCALE))
+    start = float(demo.evaluate(packed_model(), held_out))
     full = train(peft.get_peft_model(plain(), lora_config(experts=True)))
     packed = train(moe_qlora.get_peft_model(packed_model(), lora_config(experts=True)))
     frozen = train(moe_qlora.get_peft_model(packed_model(), lora_config(experts=False)))
