@@ -42,14 +42,15 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
     """
     base: Any = base_model(model)
     tree, undo = _Tree(model, base), ExitStack()
+    tree.is_told = True
     owners = {"named_parameters": model, "train": model, "_apply": model, "num_parameters": base}
     for name, module in owners.items():
         # A method that other code has put on the instance stays
         if name not in vars(module) and hasattr(module, name):
             vars(module)[name] = getattr(tree, name)
             undo.callback(vars(module).pop, name, None)
-    undo.callback(registers.register_module_module_registration_hook(tree.forget).remove)
-    undo.callback(registers.register_module_parameter_registration_hook(tree.forget).remove)
+    undo.callback(registers.register_module_module_registration_hook(tree.registered).remove)
+    undo.callback(registers.register_module_parameter_registration_hook(tree.registered).remove)
     return undo.close
 
 
@@ -60,17 +61,28 @@ class _Tree:
         self.root, self.base = root, base
         self._adapters = -1  # Number of adapters when all was listed; -1: list again
         self._modules: list[nn.Module] = []
+        self._known: set[int] = set()  # Their ids
+        self.is_told = False  # Of changes, by hooks: a copy is not, and lists each time
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._counts: dict[bool, int] = {}
 
-    def forget(self, *_: Any) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
+        return _Tree(deepcopy(self.root, memo), deepcopy(self.base, memo))
+
+    def forget(self) -> None:
         self._adapters = -1
+
+    def registered(self, module: nn.Module, *_: Any) -> None:
+        # Of all modules in the process: a slice of layers is a new ModuleList in each forward
+        if id(module) in self._known:
+            self.forget()
 
     def look(self) -> _Tree:
         adapters = len(getattr(self.root, "peft_config", ()))
-        if self._adapters != adapters:
+        if self._adapters != adapters or not self.is_told:
             self._adapters, self._counts = adapters, {}
             self._modules = list(self.root.modules())
+            self._known = {*map(id, self._modules)}
             self._parameters = list(type(self.root).named_parameters(self.root))
         return self
 

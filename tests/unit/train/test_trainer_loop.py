@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 import moe_qlora
-from moe_qlora.testing import tiny_model
+from moe_qlora.testing import tiny_inputs, tiny_model
 from moe_qlora.train.trainer_loop import EarlyLoss, copy_losses_early, quicken_walks
 
 
@@ -64,8 +64,20 @@ def test_train_reaches_modules_of_its_own_tree(model: PeftModel) -> None:
     twin = copy.deepcopy(model)
     assert not set(twin.modules()) & set(model.modules())
     assert_as_class(twin)
+    twin.get_base_model().lm_head = nn.Linear(64, 128)
+    assert_as_class(twin)
     assert twin.eval() is twin
     assert not any(module.training for module in twin.modules()) and model.training
+
+
+def test_a_forward_leaves_the_lists(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes modules of its own: a slice of the layers is a new ModuleList."""
+    quicken_walks(model.train())
+    expected, listed = list(model.named_parameters()), []
+    walk = type(model).named_parameters
+    monkeypatch.setattr(type(model), "named_parameters", lambda *_: listed.append(1) or walk(*_))
+    model(**tiny_inputs(model))
+    assert list(model.named_parameters()) == expected and not listed
 
 
 def test_what_looks_for_nan_reads_the_copy_and_all_else_the_loss() -> None:
