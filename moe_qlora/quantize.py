@@ -28,6 +28,7 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
+from .packing.decoders import keep_layout
 from .packing.selection import ALREADY_QUANTIZED, QUANTIZED, SKIPPED, select_weights
 from .packing.settings import CodecSettings
 from .progress import Progress, reporting
@@ -77,6 +78,7 @@ def quantize_experts(
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
+    keep_layout(model)  # It may refuse: before anything is changed
     selections = select_weights(model, layout, settings)
     for param, status, _ in selections:
         if status == QUANTIZED:

@@ -86,7 +86,10 @@ def write_report(
         sections["Training"] = [_training(log / _LOG)]
     pages = Environment(loader=PackageLoader("moe_qlora", "report"), autoescape=True)
     page = pages.get_template("page.html").render(title=title, sections=sections)
-    replace_file(target, page.encode("utf-8"))
+    try:
+        replace_file(target, page.encode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"out is {target}, which cannot be written: {error.strerror}.") from error
     return tuple(part for part in _PARTS if part not in sections)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
@@ -240,12 +241,21 @@ def of_gptq() -> Any:
     return model
 
 
+def converted() -> Any:
+    """As bitsandbytes leaves it after an evaluation on a CPU with AVX512-BF16."""
+    model = tiny()
+    layer = model.model.layers[0].self_attn.q_proj = Linear4bit(64, 64, quant_type="nf4").to("cpu")
+    layer.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+    return model
+
+
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
 REFUSED: list[tuple[Any, Any, Any, str]] = [
     (tiny, None, ConfigError, "no quantization config"),
     (tiny, nf4(llm_int8_skip_modules=["*"]), ConfigError, r"'\*'"),
     (tiny, SimpleNamespace(quant_method="gptq"), ConfigError, "'gptq'"),
     (of_gptq, nf4(), ConfigError, "'gptq'"),
+    (converted, nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn\.q_proj"),
     (linear_experts, nf4(), DetectionError, r"lists of Linear layers \(experts\)"),
     (lambda: tiny(mlp_only_layers=[0, 1]), nf4(), DetectionError, "missing_ok"),
     (lambda: packed_model(llm_int8_skip_modules=["down_proj"]), INT8, ConfigError, "4bit"),

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,6 +110,13 @@ def test_refusals(folders: Path, tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             page_of(source, tmp_path, **options)
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, monkeypatch) -> None:
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("moe_qlora.report.write.replace_file", Mock(side_effect=full))
+    with pytest.raises(ConfigError, match=r"page\.html, which cannot be written: No space left"):
+        page_of(folders / "plain", tmp_path)
 
 
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
