@@ -21,7 +21,7 @@ from ..experts.forward import BOUND_METHODS, dequantize
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout
 from ..lora.inject import announce
-from ..lora.stock_calls import load_adapter, named_modules
+from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import decoders, parametrize
 from ..packing.settings import CodecSettings
 from ..world import world
@@ -94,6 +94,7 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
+    "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,

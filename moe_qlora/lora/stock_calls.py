@@ -1,10 +1,10 @@
 """Makes stock PEFT's and transformers' own calls on a packed model right, by bound methods.
 
 `PeftModel.from_pretrained(model, folder)`, `peft.get_peft_model(model, config)` and transformers'
-`load_adapter` use the config as it is, and hand it to nothing of the model; but before PEFT's tuner
-reads it, it walks the model's modules. The `named_modules` here, bound to the model by
-`hf/model.py`, looks for the tuner among its callers, adapts the config, and gives the tuner this
-package's class. If it finds none, adapters without effect are refused (experts/checks.py).
+`add_adapter` and `load_adapter` use the config as it is, and hand it to nothing of the model; but
+before PEFT's tuner reads it, it walks the model's modules. The `named_modules` here, bound to the
+model by `hf/model.py`, looks for the tuner among its callers, adapts the config, and gives the
+tuner this package's class. If it finds none, adapters without effect are refused (checks.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.adapter import CONFIG, LoraSettings
 from ..checkpoint.folder import parse_fields
 from ..world import world
-from .config import AdaptedLoraConfig, adapt
+from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_adapter, check_fits, use_own_files
 from .model import LoraModel
 from .targets import (
@@ -106,6 +106,11 @@ def _caller(frame: FrameType | None, most: int, *codes: CodeType) -> FrameType |
             return frame
         frame = frame.f_back
     return None
+
+
+def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
+    """Add an adapter as `PreTrainedModel.add_adapter` does, with a copy of the config."""
+    type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
 
 
 def load_adapter(

@@ -186,7 +186,7 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
         torch.testing.assert_close(plain(IDS).logits, logits)
         assert not (plain.is_quantized or plain.is_loaded_in_4bit or plain.is_loaded_in_8bit)
         assert not hasattr(plain.config, "quantization_config")
-        bound = {"dequantize", "load_adapter", "named_modules"}
+        bound = {"dequantize", "add_adapter", "load_adapter", "named_modules"}
         assert bound <= set(again.__dict__) and not bound & set(plain.__dict__)
     assert quantize_experts(model, config).quantized
     assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32

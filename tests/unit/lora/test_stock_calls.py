@@ -163,7 +163,9 @@ def test_adapters_are_switched(trained: Any) -> None:
 def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
     model, again = trained[0], copy.deepcopy(trained[0])
     asked = lora(model.config.model_type, target_parameters=moe_qlora.target_parameters(model))
+    before = copy.deepcopy(vars(asked))
     model.add_adapter(asked)
+    assert vars(asked) == before
     fill(model).train()
     model(**tiny_inputs(model)).logits.float().square().mean().backward()
     grads = {n: p.grad for n, p in model.named_parameters() if "experts" in n and "lora" in n}
