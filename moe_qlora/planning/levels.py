@@ -59,8 +59,8 @@ _OPTIONS = {
     # call before: code for fp32 adapters ran on bf16 ones (TRL casts their `.data`), past
     # their end. https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
     "skip_tensor_guards_with_matching_dict_tags": False,
-    # Code around a layer may set attributes, which Dynamo refuses within a checkpoint: it would then
-    # run all of it eagerly.
+    # Code around a layer may set attributes, which Dynamo refuses within a checkpoint: it would
+    # then run all of it eagerly.
     "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
     # Versions of one function: `compute` has some for each class of layers. Then it runs
     # eagerly, without an error.
