@@ -231,6 +231,7 @@ def loss_of(objective: str) -> Loss | None:
             return policy
         # While the policy's activations are alive, as in TRL 1.9.
         with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
-            return policy - mean(model, batch)
+            reference = mean(model, batch)
+        return policy - reference
 
     return loss
