@@ -38,6 +38,12 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def base_model(model: Any) -> Any:
+    """Return the model inside a `PeftModel`, and any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
+
+
 def dtype_name(dtype: Any) -> str:
     """Return the name of a torch dtype as a config has it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")

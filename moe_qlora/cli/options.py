@@ -17,8 +17,8 @@ Color = StrEnum("Color", ["auto", "always", "never"])
 
 # Headings of long helps, by an option's name in any command; others stand under "Options".
 _PANELS = {
-    "Devices": "gpus ddp fsdp offload device memory",
-    "A step": "seq batch micro_batch steps optimizer checkpointing attention prepared layers",
+    "Devices": "gpus ddp fsdp offload device",
+    "A step": "seq batch optimizer checkpointing attention prepared",
     "LoRA": "rank targets adapter_dtype",
     "Packing": "quant double_quant compute_dtype storage skip like_training dtype",
     "Files": "against text base max_tokens max_shard_size any_base out",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..kernels.workspace import in_backward
-from ..layout import unwrapped_name
+from ..layout import base_model, unwrapped_name
 from .detect import detect
 
 
@@ -38,9 +38,7 @@ def expert_counts(
     Yields counts `(E + 1,)` int64 by the names that experts modules have without adapters; the last
     one is of ids of no expert. They move to the ids' device. `training` leaves evaluation out.
     """
-    unwrap = getattr(model, "get_base_model", None)
-    base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
-    counts: dict[str, Tensor] = {}
+    base, counts = base_model(model), dict[str, Tensor]()
 
     def hook_of(name: str) -> Any:
         def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from ..experts import backend as backends
 from ..experts.forward import can_serve
 from ..experts.operands import LoraFactors
 from ..kernels.cards import Card, actual, of_capability
-from ..layout import ModelLayout, human_bytes, name_pattern, unwrapped_name
-from ..lora.targets import base_model
+from ..layout import ModelLayout, base_model, human_bytes, name_pattern, unwrapped_name
 from ..models.files import refuse_yaml
 from ..packing import parametrize
 from ..planning import model as meta_model

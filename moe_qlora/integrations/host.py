@@ -31,10 +31,10 @@ from ..checkpoint.merge import MergeReport, merge_adapter
 from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
 from ..hf import switch
-from ..layout import ModelLayout
+from ..layout import ModelLayout, base_model
 from ..lora.config import AdaptedLoraConfig, adapt_lora_config
 from ..lora.model import connect_adapters, set_dropout
-from ..lora.targets import base_model, expert_parameters, names_parameter, same_names
+from ..lora.targets import expert_parameters, names_parameter, same_names
 from ..models import named
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings

@@ -67,11 +67,11 @@ class RoutingCallback(TrainerCallback):
         self._seen = True
         for count in self._counts.values():
             count.zero_()
+        if not state.is_world_process_zero:
+            return
         shares = {name: count / count.sum() for name, count in counts.items() if count.any()}
         numbers = {f"routing_share/{name}": float(share.max()) for name, share in shares.items()}
         numbers |= {f"routing_idle/{name}": int((s == 0).sum()) for name, s in shares.items()}
-        if not state.is_world_process_zero:
-            return
         if state.log_history:
             state.log_history[-1] |= numbers
         for tracker in self._handler.callbacks:

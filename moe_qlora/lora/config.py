@@ -16,11 +16,10 @@ from torch import nn
 from ..checkpoint import training_codec
 from ..checkpoint.training_codec import TOP_K_FIELDS, TrainingCodec, write_card
 from ..errors import ConfigError
-from ..layout import name_pattern
+from ..layout import base_model, name_pattern
 from .layer import wrap_parameter
 from .targets import (
     Targets,
-    base_model,
     is_lora,
     notes_on,
     packed_parameters,

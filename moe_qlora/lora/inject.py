@@ -14,12 +14,12 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ..layout import human_bytes, listed, unwrapped_name
+from ..layout import base_model, human_bytes, listed, unwrapped_name
 from ..packing.parametrize import iter_packed, original_of, read_packed
 from ..packing.settings import CodecSettings, packed_nbytes
 from ..world import world
 from .packed_rows import SEPARATES
-from .targets import base_model, packed_parameters
+from .targets import packed_parameters
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_moe_qlora_announcement"

@@ -24,6 +24,7 @@ from ..checkpoint.folder import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward
+from ..layout import base_model
 from ..packing.parametrize import check_resident
 from ..world import world
 from . import files
@@ -31,7 +32,6 @@ from .config import adapt, adapt_lora_config, record_base, spell_exactly
 from .layer import Linear4bit, Linear8bitLt, ParamWrapper, use_own_layers
 from .packed_rows import watch_packed_rows
 from .targets import (
-    base_model,
     check_adapter_names,
     check_packed,
     packed_parameters,

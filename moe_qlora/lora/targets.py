@@ -38,7 +38,7 @@ from ..detection.detect import detect
 from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..experts.forward import can_serve
-from ..layout import Router, listed, name_pattern, unwrapped, unwrapped_name
+from ..layout import Router, base_model, listed, name_pattern, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed_linear, packed_names
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
@@ -130,12 +130,6 @@ def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
 
 
 # Packed parameters, and Linear layers that LoRA cannot serve.
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a `PeftModel`, and any other model as it is."""
-    unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

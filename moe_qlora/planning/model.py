@@ -34,10 +34,10 @@ from ..errors import ConfigError, did_you_mean
 from ..experts import forward
 from ..kernels.limits import cdiv
 from ..kernels.weights import PackedWeight
-from ..layout import ModelLayout, dtype_name
+from ..layout import ModelLayout, base_model, dtype_name
 from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
-from ..lora.targets import base_model, names_expert, unfit_linears
+from ..lora.targets import names_expert, unfit_linears
 from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4

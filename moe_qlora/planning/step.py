@@ -32,7 +32,7 @@ from ..errors import ConfigError, first_line
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
-from ..lora.targets import base_model
+from ..layout import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import fused_attention

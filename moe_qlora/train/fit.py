@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, check_numbers
-from ..layout import human_bytes, parse_bytes
-from ..lora.targets import base_model
+from ..layout import base_model, human_bytes, parse_bytes
 from ..packing.decoders import PackedList
 from ..planning.budget import FIXED, Activity, Peak, Settings, StepBudget
 from ..planning.choice import RECOMPUTE, Choice, Choices, ExpertLayer, LayerChoice

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import ConfigError, check_numbers
 from ..experts.backend import has_triton
-from ..lora.targets import base_model
+from ..layout import base_model
 from ..planning.step import Loss
 from ..progress import reporting
 from ..world import runs_distributed, world

@@ -24,7 +24,7 @@ from torch.nn.modules import module as registers
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from ..lora.targets import base_model
+from ..layout import base_model
 
 _LOOKS = (torch.isnan, torch.isinf)
 _BACKWARD = (Tensor.backward, torch.autograd.grad)  # They compute layers again, as in forward

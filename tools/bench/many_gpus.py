@@ -203,9 +203,7 @@ def _whole(
     moe_qlora.quantize_experts(model, quantization())
     torch.manual_seed(1)
     model = whole_model.adapt("ours", model, options)
-    if options.prepare:
-        sizes = {"batch_size": options.micro_batch, "seq_len": options.seq}
-        print(moe_qlora.prepare_training(model, **sizes, memory=options.prepare), flush=True)
+    _prepare(model, options)
     if engine == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         wrap = nn.parallel.DistributedDataParallel
@@ -243,17 +241,20 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     fill.pack(DiskLayout(model, rows.disk, []))
     more = {"reshard_after_forward": options.reshard}, {"autocast_adapter_dtype": False}
     model = shard_and_fill(fill, mesh, lora, None, *more)
-    if options.prefetch:
-        _prefetch(model, options.prefetch)
+    _prefetch(model, options.prefetch)
+    _prepare(model, options)
+    return model, model
+
+
+def _prepare(model: Any, options: argparse.Namespace) -> None:
     if options.prepare:
         sizes = {"batch_size": options.micro_batch, "seq_len": options.seq}
         print(moe_qlora.prepare_training(model, **sizes, memory=options.prepare), flush=True)
-    return model, model
 
 
 def _prefetch(model: Any, ahead: int) -> None:
     """Gather the next layers while one computes, forward and back."""
-    layers = [m for m in model.modules() if isinstance(m, FSDPModule)][1:]
+    layers = [m for m in model.modules() if ahead and isinstance(m, FSDPModule)][1:]
     for i, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
         layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
@@ -288,10 +289,9 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
         ("gathered once", not options.reshard),
         (f"prefetch={options.prefetch}", options.prefetch),
         (f"prepare_training {options.prepare}", options.prepare),
+        (f"each GPU held to {options.memory or 0:g} GiB", options.memory),
     ):
         row["note"] += f", {name}" if is_set else ""
-    if options.memory:
-        row["note"] += f", each GPU held to {options.memory:g} GiB"
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     append_row(options.out, COLUMNS, row)
