@@ -146,6 +146,17 @@ def train(
     return losses
 
 
+def record(model: Any, batches: Iterable[Tensor], rank: int = 0, world: int = 1) -> Run:
+    """Train as `train` does; return the losses, and the first step's gradients, gathered."""
+    gradients: dict[str, Tensor] = {}
+
+    def keep(step: int) -> None:
+        if step == 0:
+            gradients.update(whole_gradients(model))
+
+    return train(model, batches, rank, world, after_backward=keep), gradients
+
+
 def mean_of_ranks(value: Tensor, world: int, group: Any = None) -> float:
     mean = value.detach().float().clone()
     if world > 1:
