@@ -36,8 +36,10 @@ REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES = {
     "Trainer, ddp": {},
     "SFTTrainer, ddp": {"bf16": False},
+    "Trainer, ddp, prepared": {"ddp_find_unused_parameters": False},
     "Trainer, fsdp2, reentrant": {"fsdp": True, "fsdp_config": FULL, **REENTRANT},
     "Trainer, fsdp2, sharded": {"fsdp": True, "fsdp_config": SHARDED},
+    "Trainer, fsdp2, prepared": {"fsdp": True, "fsdp_config": FULL},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FULL, "bf16": False},
 }
 RESUMED = ("Trainer, ddp", "Trainer, fsdp2, sharded")  # from a checkpoint too
@@ -55,7 +57,9 @@ def rows():
 
 def trainer_of(folder, world, out, case):
     torch.manual_seed(0)
-    is_sft = case.startswith("SFT")
+    is_sft, model = case.startswith("SFT"), adapted(folder)
+    if case.endswith("prepared"):  # before anything says that FSDP will shard it
+        moe_qlora.prepare_training(model, batch_size=ROWS // world, seq_len=8)
     options = {key: value for key, value in CASES[case].items() if world > 1 or "fsdp" not in key}
     settings = (SFTConfig if is_sft else TrainingArguments)(
         output_dir=out, use_cpu=True, per_device_train_batch_size=ROWS // world, max_steps=STEPS,
@@ -64,7 +68,7 @@ def trainer_of(folder, world, out, case):
     )  # fmt: skip
     if not is_sft:
         data = [{"input_ids": row, "labels": row} for row in rows()]
-        return Trainer(adapted(folder), settings, train_dataset=data)
+        return Trainer(model, settings, train_dataset=data)
     from datasets import Dataset
 
     settings.model_init_kwargs = {"dtype": torch.float32}

@@ -2,6 +2,7 @@
 
     python tools/bench/journey.py --folder /dev/shm/qwen --parts fixed,chat,batch8,bfd
     python tools/bench/journey.py --folder /tmp/tiny --tiny --parts chat,batch8    # on a CPU
+    torchrun --nproc-per-node 2 tools/bench/journey.py --folder /dev/shm/qwen --parts bfd  [--fsdp]
 
 It writes a checkpoint of random weights in the shape of Qwen3-30B-A3B (`--model`, `--layers`),
 loads it as a user would, and trains by these parts, each one line in results/journey.csv:
@@ -13,7 +14,8 @@ loads it as a user would, and trains by these parts, each one line in results/jo
 
 Conversations have log-normal lengths, a median of 420 tokens; padding is not counted. With
 `--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT;
-`--ampere` chooses kernels as on an A100.
+`--ampere` chooses kernels as on an A100. Under torchrun each rank has rows of its own, by DDP or,
+with `--fsdp`, by FSDP2; tokens are those of all ranks. The checkpoint has to be there.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import moe_qlora
+from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.kernels import cards
+
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def encode(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
@@ -98,7 +103,7 @@ class Journey:
         start = time.time()
         with nullcontext() if options.stock else moe_qlora.enabled():
             model = AutoModelForCausalLM.from_pretrained(
-                options.folder, dtype=dtype, device_map="auto" if self.gpu else None, **loading
+                options.folder, dtype=dtype, device_map={"": RANK} if self.gpu else None, **loading
             )
         self.loading = time.time() - start
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -111,10 +116,12 @@ class Journey:
             self.model = moe_qlora.get_peft_model(model, lora, experts=True)
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
+        engine = f" engine={'fsdp2' if options.fsdp else 'ddp'} {WORLD}" if WORLD > 1 else ""
         peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
         setting = f"peer={peer} model={options.model} layers={options.layers} seq={options.seq}"
         setting += f" rank={options.rank} memory={options.memory}{' ampere' * options.ampere}"
-        self.rows = Rows(options.out, where, "journey", setting)
+        setting += engine
+        self.rows = Rows(options.out if RANK == 0 else Path(os.devnull), where, "journey", setting)
         self.rows.add("load", "s", self.loading)
 
     def arguments(self, **more: Any) -> dict[str, Any]:
@@ -126,6 +133,12 @@ class Journey:
             "bf16": self.gpu, "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
             "gradient_checkpointing": not self.o.prepare,
         }  # fmt: skip
+        if self.o.fsdp:
+            classes = list(self.model.get_base_model()._no_split_modules)
+            sharding = {"version": 2, "transformer_layer_cls_to_wrap": classes}
+            own |= {"fsdp": True, "fsdp_config": sharding}
+        elif WORLD > 1:
+            own |= {"ddp_find_unused_parameters": False}
         return own | more
 
     def prepared(self, batch_size: int = 1) -> Any:
@@ -184,7 +197,7 @@ class Journey:
         from trl import SFTConfig, SFTTrainer
 
         accumulate = accumulate or self.o.accumulate
-        needed = self.o.steps * accumulate * rows * (7 if more.get("packing") else 1)
+        needed = WORLD * self.o.steps * accumulate * rows * (7 if more.get("packing") else 1)
         data = Dataset.from_list(self.chats(needed + 8))
         args = SFTConfig(
             **self.arguments(
@@ -203,8 +216,9 @@ class Journey:
                 callbacks=[clock],
             )  # fmt: skip
             mean = statistics.mean(len(ids) for ids in trainer.train_dataset["input_ids"])
-            trainer.train()
-        self.report(name, clock, mean * rows * accumulate)
+            with shards_integers():
+                trainer.train()
+        self.report(name, clock, mean * rows * accumulate * WORLD)
 
 
 def main() -> None:
@@ -221,6 +235,7 @@ def main() -> None:
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2, under torchrun")
     parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
     options = parser.parse_args()
     options.prepare = options.prepare and not options.stock
