@@ -36,11 +36,10 @@ REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES = {
     "Trainer, ddp": {},
     "SFTTrainer, ddp": {"bf16": False},
-    "Trainer, fsdp2, reentrant": {"fsdp": True, "fsdp_config": FULL, **REENTRANT},
-    "Trainer, fsdp2, sharded": {"fsdp": True, "fsdp_config": SHARDED},
+    "Trainer, fsdp2": {"fsdp": True, "fsdp_config": SHARDED, **REENTRANT},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FULL, "bf16": False},
 }
-RESUMED = ("Trainer, ddp", "Trainer, fsdp2, sharded")  # from a checkpoint too
+RESUMED = ("Trainer, ddp", "Trainer, fsdp2")  # from a checkpoint too
 
 
 def adapted(folder):

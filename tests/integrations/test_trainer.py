@@ -170,7 +170,7 @@ def test_checkpoints_hold_the_adapter_alone(evaluated, model_folder, tmp_path):
 def test_compiled_training_is_the_same_and_compiles_at_the_first_step_alone(
     regional, model_folder, tmp_path, monkeypatch
 ):
-    options = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
     plain = trained(adapted(loaded(model_folder)), tmp_path, **options)
     torch.compiler.reset()
     # TrainingArguments writes the first of these.
