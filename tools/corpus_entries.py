@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
@@ -27,10 +28,12 @@ from bitsandbytes.backends.utils import _get_4bit_code
 from peft import IA3Config, LoraConfig, PeftModel, VeraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 import moe_qlora
+from moe_qlora.cli import main
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 TYPES = (
@@ -115,7 +118,11 @@ def put_on_grid(model: nn.Module) -> None:
 def fill_adapter(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if ".lora_" in name:
-            weight.copy_(grid(name, weight.shape, bits=13 if "lora_A" in name else 15))
+            values = grid(name, weight.shape, bits=13 if "lora_A" in name else 15)
+            values = values.to(weight.device, weight.dtype)
+            if isinstance(weight, DTensor):
+                values = distribute_tensor(values, weight.device_mesh, weight.placements)
+            weight.copy_(values)
 
 
 def sha(value: Any) -> str:
@@ -129,13 +136,17 @@ def sha(value: Any) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
+def rounded(value: Tensor) -> float:
+    return float(f"{float(value):.6g}")
+
+
 def fingerprint(name: str, value: Tensor | None) -> Any:
     """Return a tensor's norm and its product with signs that are drawn by its name."""
     if value is None:
         return "none"
     flat = value.detach().cpu().double().flatten()
     signs = torch.randint(0, 2, flat.shape, generator=_generator(name)).double() * 2 - 1
-    return [float(f"{float(number):.6g}") for number in (flat.norm(), flat @ signs)]
+    return [rounded(flat.norm()), rounded(flat @ signs)]
 
 
 def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
@@ -186,11 +197,13 @@ def quietly() -> None:
     disable_progress_bar()
 
 
-def write_base(model_type: str, folder: Path, **overrides: Any) -> Any:
-    """Write a 16-bit folder (float32 here); return the class that loads it."""
-    model: Any = tiny_model(model_type, **overrides)
+def write_base(model_type: str, folder: Path, codec: str = "", **overrides: Any) -> Any:
+    """Write a 16-bit folder (float32 here), or of MXFP4; return the class that loads it."""
+    model: Any = tiny_model(model_type, **overrides, **(WIDE if codec == "mxfp4" else {}))
     put_on_grid(model)
     model.save_pretrained(folder)
+    if codec == "mxfp4":
+        publish_mxfp4(folder)
     return type(model)
 
 
@@ -228,6 +241,7 @@ def settle(model: Any) -> Any:
     return model
 
 
+@torch.no_grad()
 def output(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Return the logits, or the last hidden states of a model that has none."""
     torch.manual_seed(0)  # some models draw what they begin with
@@ -285,9 +299,7 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     base, config = root / "base", quantization(codec, kind=kind)
     mxfp4 = codec == "mxfp4"
-    cls = write_base(kind, base, **(WIDE if mxfp4 else {}))
-    if mxfp4:
-        publish_mxfp4(base)
+    cls = write_base(kind, base, codec)
     if codec == "nf4":
         found["dump"] = _dump(base)
         if kind in PLANNED:
@@ -306,18 +318,16 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     found["packed"] = state_hashes(model.state_dict())
     if not mxfp4:
         attempt(found, "built and packed alike", lambda: _built_alike(cls, base, config, model))
-    with torch.no_grad():
-        logits = output(model, inputs)
+    logits = output(model, inputs)
     found["logits"] = {"packed": fingerprint("logits", logits)}
     attempt(found, "folder", lambda: _folder(model, root / "packed"))
     again = load(root / "packed")
-    with torch.no_grad():
-        found["reload"] = {"logits equal": torch.equal(output(again, inputs), logits)}
-    attempt(
-        found,
-        "quantize_checkpoint alike",
-        lambda: _checkpoint_alike(base, root, config) if not mxfp4 else "not for kept codes",
-    )
+    found["reload"] = {"logits equal": torch.equal(output(again, inputs), logits)}
+    alike = "quantize_checkpoint alike"
+    if mxfp4:
+        found[alike] = "not for kept codes"
+    else:
+        attempt(found, alike, lambda: _checkpoint_alike(base, root, config))
     made: dict[str, Any] = {}
     if not attempt(made, "model", lambda: moe_qlora.get_peft_model(model, lora(model))):
         found["lora"] = made["model"]
@@ -327,16 +337,13 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     fill_adapter(settle(model))
     logits, loss = step(model, inputs)
     found["logits"]["lora"] = fingerprint("logits", logits)
-    found["loss"] = float(f"{float(loss.detach()):.6g}")
+    found["loss"] = rounded(loss)
     weights = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     found["gradients"] = fingerprints(weights)
     if attempt(found, "adapter", lambda: _adapter(model, root / "adapter")):
-        with torch.no_grad():
-            ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
-        equal = {"load_adapter": close(ours, logits.detach(), 1e-5)}
-        found["reload"]["adapter equal"] = equal
+        ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
+        found["reload"]["adapter equal"] = {"load_adapter": close(ours, logits.detach(), 1e-5)}
     kept = read_tensors(root / "base")
-    settings = {} if codec == "mxfp4" else {"quantization_config": config}
 
     def merge(base: str, out: str, **options: Any) -> dict[str, Tensor]:
         moe_qlora.merge_adapter(root / base, root / "adapter", root / out, **options)
@@ -346,12 +353,12 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     if codec not in ("nf4", "mxfp4"):
         return found
     if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
-        with torch.no_grad():
-            plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
-            found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
+        plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
+        found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
     flat = read_tensors(root / "flat")
 
     def as_trained() -> bool:
+        settings = {} if mxfp4 else {"quantization_config": config}
         trained = merge("base", "trained", like_training=True, **settings)
         keys = trained.keys() == flat.keys()
         return keys and all(close(trained[name].float(), flat[name].float()) for name in flat)
@@ -388,35 +395,28 @@ def _adapter(model: Any, folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     fields = ("peft_type", "r", "lora_alpha", "target_parameters", "exclude_modules")
-    kept = {name: config[name] for name in fields}
-    modules = config["target_modules"]
+    kept, modules = {name: config[name] for name in fields}, config["target_modules"]
     kept["target_modules"] = sorted(modules) if isinstance(modules, list) else modules
-    return {
-        "files": sorted(file.name for file in folder.iterdir()),
-        "config": sha(kept),
-        "tensors": {key: sha(value) for key, value in sorted(read_tensors(folder).items())},
-    }
+    files = sorted(file.name for file in folder.iterdir())
+    tensors = {key: sha(value) for key, value in sorted(read_tensors(folder).items())}
+    return {"files": files, "config": sha(kept), "tensors": tensors}
 
 
-def run_cli(*arguments: str) -> tuple[int, str]:
+def run_cli(*arguments: object) -> tuple[int, str]:
     """Run the command line in this process; return its exit code and what it printed."""
-    from moe_qlora.cli import main
-
-    printed, argv, code = io.StringIO(), sys.argv, 0
-    sys.argv = ["moe-qlora", *arguments]
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+    printed, code = io.StringIO(), 0
+    quiet = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO())
+    with patch.object(sys, "argv", ["moe-qlora", *map(str, arguments)]), quiet[0], quiet[1]:
+        try:
             main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    finally:
-        sys.argv = argv
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return code, printed.getvalue()
 
 
 def _dump(folder: Path) -> dict[str, Any]:
     """Return `dump --json` but for its sentences."""
-    code, text = run_cli("dump", str(folder), "--json")
+    code, text = run_cli("dump", folder, "--json")
     told = json.loads(text)
     rows = {row.pop("pattern"): row for row in told["experts"]}
     for row in rows.values():
@@ -429,7 +429,7 @@ def _dump(folder: Path) -> dict[str, Any]:
 
 def _plan(folder: Path) -> dict[str, Any]:
     arguments = ("--gpus", "24GiB", "--seq", "64", "--targets", "attention,experts", "--rank", "4")
-    code, text = run_cli("plan", str(folder), "--json", *arguments)
+    code, text = run_cli("plan", folder, "--json", *arguments)
     told = json.loads(text)
     names = ("trained_weights", "unpacked", "resident", "load_peak", "fit", "fits")
     peak = {"nbytes": told["peak"]["nbytes"], "largest": told["peak"]["largest"]}
@@ -471,42 +471,43 @@ def refusals(root: Path) -> dict[str, str]:
             return cls.from_pretrained(folder, quantization_config=config)
 
     def adapt(target: Any, **settings: Any) -> Any:
-        return moe_qlora.get_peft_model(target, lora(target, **settings))
+        return m.get_peft_model(target, lora(target, **settings))
 
     def cli(*arguments: object) -> None:
-        code, _ = run_cli(*map(str, arguments))
-        raise SystemExit(code)
+        raise SystemExit(run_cli(*arguments)[0])
 
     def fit(target: Any, **sizes: Any) -> Any:
-        return moe_qlora.fit_memory(target, **{"batch_size": 2, "seq_len": 8} | sizes)
+        return m.fit_memory(target, **{"batch_size": 2, "seq_len": 8} | sizes)
 
-    def merge(base: Path, adapter: Path, out: str, **options: Any) -> Any:
-        return moe_qlora.merge_adapter(base, adapter, root / out, **options)
+    def merge(base: Path, adapter: Path, out: str = "out", **options: Any) -> Any:
+        return m.merge_adapter(base, adapter, root / out, **options)
 
     def export(target: str, out: str = "export") -> Any:
-        return moe_qlora.export_adapter(root / "adapter", root / out, base=base, target=target)
+        return m.export_adapter(root / "adapter", root / out, base=base, target=target)
 
     m: Any = moe_qlora
-    adapter, new, none = root / "adapter", root / "new", root / "nowhere"
+    q, write, plan, get = m.quantize_experts, m.quantize_checkpoint, m.plan, m.get_peft_model
+    adapter, new, none, full = root / "adapter", root / "new", root / "nowhere", root / "full"
     int4, int8 = {**NF4, "bnb_4bit_quant_type": "int4"}, quantization("int8")
     bad_pattern = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["re:("])
     meta = tiny_model("qwen3_moe", device="meta")
     vera = VeraConfig(target_modules=["experts"])
     ia3 = IA3Config(target_modules=["experts"], feedforward_modules=[])
-    one = LoraConfig(target_parameters=moe_qlora.target_parameters(packed)[:1])
+    owners = ["experts"]
+    one = LoraConfig(target_parameters=m.target_parameters(packed)[:1])
     state: dict[str, Any] = {"state_dict": plain.state_dict()}
     small: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "memory": 1000}
     calls: dict[str, Callable[[], Any]] = {
-        "quantize_experts: no config": lambda: m.quantize_experts(plain),
-        "quantize_experts: a number for a config": lambda: m.quantize_experts(plain, 4),
-        "quantize_experts: the class": lambda: m.quantize_experts(plain, BitsAndBytesConfig),
-        "quantize_experts: int4": lambda: m.quantize_experts(plain, int4),
-        "quantize_experts: bad pattern": lambda: m.quantize_experts(plain, bad_pattern),
-        "quantize_experts: no experts": lambda: m.quantize_experts(dense, nf4),
-        "quantize_experts: no model": lambda: m.quantize_experts("qwen3_moe", nf4),
-        "quantize_experts: NaN": lambda: m.quantize_experts(nan, nf4),
-        "quantize_experts: packed as nf4, asked for int8": lambda: m.quantize_experts(packed, int8),
-        "quantize_experts: on meta": lambda: m.quantize_experts(meta, nf4),
+        "quantize_experts: no config": lambda: q(plain),
+        "quantize_experts: a number for a config": lambda: q(plain, 4),
+        "quantize_experts: the class": lambda: q(plain, BitsAndBytesConfig),
+        "quantize_experts: int4": lambda: q(plain, int4),
+        "quantize_experts: bad pattern": lambda: q(plain, bad_pattern),
+        "quantize_experts: no experts": lambda: q(dense, nf4),
+        "quantize_experts: no model": lambda: q("qwen3_moe", nf4),
+        "quantize_experts: NaN": lambda: q(nan, nf4),
+        "quantize_experts: packed as nf4, asked for int8": lambda: q(packed, int8),
+        "quantize_experts: on meta": lambda: q(meta, nf4),
         "detect: no model": lambda: m.detect("qwen3_moe"),
         "exclude_modules: a number": lambda: m.exclude_modules(packed, 3),
         "target_parameters: a number": lambda: m.target_parameters(packed, 3),
@@ -517,13 +518,11 @@ def refusals(root: Path) -> dict[str, str]:
         "get_peft_model: dropout, experts that read the weight": lambda: adapt(
             llama, lora_dropout=0.1
         ),
-        "get_peft_model: a second time": lambda: m.get_peft_model(model, lora(packed)),
+        "get_peft_model: a second time": lambda: get(model, lora(packed)),
         "get_peft_model: layers without experts": lambda: adapt(packed, layers_to_transform=[9]),
-        "get_peft_model: modules_to_save of experts": lambda: adapt(
-            packed, modules_to_save=["experts"]
-        ),
-        "get_peft_model: VeRA on experts": lambda: m.get_peft_model(packed, vera),
-        "get_peft_model: IA3 on experts": lambda: m.get_peft_model(packed, ia3),
+        "get_peft_model: modules_to_save of experts": lambda: adapt(packed, modules_to_save=owners),
+        "get_peft_model: VeRA on experts": lambda: get(packed, vera),
+        "get_peft_model: IA3 on experts": lambda: get(packed, ia3),
         "add_adapter: other parameters": lambda: model.add_adapter("two", one),
         "load_adapter: no folder": lambda: m.load_adapter(packed, none),
         "load_adapter: a taken name": lambda: m.load_adapter(model, adapter),
@@ -532,19 +531,19 @@ def refusals(root: Path) -> dict[str, str]:
             packed, str(none)
         ),
         "merge_adapter (PEFT): experts in host memory": lambda: adapt(hosted).merge_adapter(),
-        "merge_adapter: no base": lambda: merge(none, adapter, "out"),
-        "merge_adapter: no adapter": lambda: merge(base, none, "out"),
-        "merge_adapter: swapped": lambda: merge(adapter, base, "out"),
+        "merge_adapter: no base": lambda: merge(none, adapter),
+        "merge_adapter: no adapter": lambda: merge(base, none),
+        "merge_adapter: swapped": lambda: merge(adapter, base),
         "merge_adapter: out is full": lambda: merge(base, adapter, "full"),
-        "merge_adapter: dtype int8": lambda: merge(base, adapter, "out", dtype=torch.int8),
-        "merge_adapter: base of another type": lambda: merge(other, adapter, "out", any_base=True),
+        "merge_adapter: dtype int8": lambda: merge(base, adapter, dtype=torch.int8),
+        "merge_adapter: base of another type": lambda: merge(other, adapter, any_base=True),
         "merge_adapter: config without like_training": lambda: merge(
-            base, adapter, "out", quantization_config=nf4
+            base, adapter, quantization_config=nf4
         ),
-        "quantize_checkpoint: no folder": lambda: m.quantize_checkpoint(root / "x", new, nf4),
-        "quantize_checkpoint: packed": lambda: m.quantize_checkpoint(root / "packed", new, nf4),
-        "quantize_checkpoint: full": lambda: m.quantize_checkpoint(base, root / "full", nf4),
-        "quantize_checkpoint: a number": lambda: m.quantize_checkpoint(base, new, 4),
+        "quantize_checkpoint: no folder": lambda: write(root / "x", new, nf4),
+        "quantize_checkpoint: packed": lambda: write(root / "packed", new, nf4),
+        "quantize_checkpoint: full": lambda: write(base, full, nf4),
+        "quantize_checkpoint: a number": lambda: write(base, new, 4),
         "from_pretrained: damaged packed folder": lambda: load(damaged),
         "from_pretrained: packed, other codec": lambda: load(root / "packed", int8),
         "enabled: keep_codes without codes": lambda: load(base, nf4, keep_codes=True),
@@ -557,10 +556,10 @@ def refusals(root: Path) -> dict[str, str]:
         "fit_memory: no text": lambda: fit(model, memory="much"),
         "fit_memory: batch of 0": lambda: fit(model, memory="1GiB", batch_size=0),
         "prepare_training: too little": lambda: m.prepare_training(model, **small),
-        "plan: no such model": lambda: m.plan(str(none)),
-        "plan: an unknown card": lambda: m.plan(str(base), nf4, gpus="1xMoon"),
-        "plan: batch of 0": lambda: m.plan(str(base), nf4, batch_size=0),
-        "plan: an unknown target": lambda: m.plan(str(base), nf4, lora="moon"),
+        "plan: no such model": lambda: plan(str(none)),
+        "plan: an unknown card": lambda: plan(str(base), nf4, gpus="1xMoon"),
+        "plan: batch of 0": lambda: plan(str(base), nf4, batch_size=0),
+        "plan: an unknown target": lambda: plan(str(base), nf4, lora="moon"),
         "export_adapter: an unknown server": lambda: export("moon"),
         "export_adapter: full folder": lambda: export("vllm", "full"),
         "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(
