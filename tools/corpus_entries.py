@@ -1,13 +1,10 @@
-"""The entries of the corpus that a CPU measures: model types x codecs, and a table of refusals.
+"""The entries of the corpus: model types x codecs, a table of refusals, and those of a GPU.
 
 Weights, factors of LoRA and the tensors that gradients are multiplied with lie on a grid of powers
 of two and are drawn by name from integers, so that packed bytes are the same on every machine and
 what passes through a matrix product differs by rounding alone.
 """
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import io
 import json
@@ -18,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +26,7 @@ from bitsandbytes.backends.utils import _get_4bit_code
 from peft import IA3Config, LoraConfig, PeftModel, VeraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 import moe_qlora
@@ -64,6 +61,16 @@ for _number, _kind in enumerate(TYPES):
     _others = ["double", "fp4", "int8"]
     _chosen = _others if _kind in EVERY_CODEC else [_others[_number % 3]]
     ENTRIES += [f"{_kind}/{_codec}" for _codec in _chosen]
+
+GPU_ENTRIES = (
+    *("qwen3_moe/nf4/eager", "qwen3_moe/nf4/recorded", "qwen3_moe/double/recorded"),
+    *("gpt_oss/nf4/recorded", "gpt_oss/mxfp4/recorded", "mixtral/fp4/recorded"),
+    *("olmoe/int8/recorded", "deepseek_v3/nf4/recorded", "llama4_text/nf4/recorded"),
+    *("qwen3_moe/nf4/compiled", "qwen3_moe/nf4/offloaded", "gpt_oss/mxfp4/offloaded recorded"),
+    *("qwen3_moe/nf4/part", "glm4_moe/double/part"),
+)
+BATCH, SEQ, STEPS = 4, 32, 3
+KEPT_SEQ = 1024  # Of layers kept in part: activations that are more than CUDA's own memory varies
 
 
 def quantization(
@@ -119,9 +126,6 @@ def fill_adapter(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if ".lora_" in name:
             values = grid(name, weight.shape, bits=13 if "lora_A" in name else 15)
-            values = values.to(weight.device, weight.dtype)
-            if isinstance(weight, DTensor):
-                values = distribute_tensor(values, weight.device_mesh, weight.placements)
             weight.copy_(values)
 
 
@@ -149,12 +153,8 @@ def fingerprint(name: str, value: Tensor | None) -> Any:
     return [rounded(flat.norm()), rounded(flat @ signs)]
 
 
-def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    return {name: fingerprint(name, value) for name, value in sorted(tensors.items())}
-
-
-def exact_or_fingerprints(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Any:
-    """Return hashes of the tensors that are the source's own, and fingerprints of the others."""
+def fingerprints(tensors: Mapping[str, Any], source: Mapping[str, Tensor] = {}) -> dict[str, Any]:
+    """Return fingerprints of tensors, and hashes of those that are the source's own."""
     found: dict[str, Any] = {}
     for name, value in sorted(tensors.items()):
         own = source.get(name)
@@ -288,14 +288,12 @@ def measure(entry: str) -> dict[str, Any]:
     quietly()
     _kernel = generic_kernel()
     torch.set_num_threads(1)
-    kind, codec = entry.split("/")
     with tempfile.TemporaryDirectory() as scratch:
-        if kind == "refusals":
-            return refusals(Path(scratch))
-        return _measure(kind, codec, Path(scratch))
+        measured = refusals if entry.startswith("refusals") else _measure
+        return measured(Path(scratch), *entry.split("/"))
 
 
-def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
+def _measure(root: Path, kind: str, codec: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     base, config = root / "base", quantization(codec, kind=kind)
     mxfp4 = codec == "mxfp4"
@@ -349,10 +347,10 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
         moe_qlora.merge_adapter(root / base, root / "adapter", root / out, **options)
         return read_tensors(root / out)
 
-    attempt(found, "merged packed", lambda: exact_or_fingerprints(merge("packed", "flat"), kept))
+    attempt(found, "merged packed", lambda: fingerprints(merge("packed", "flat"), kept))
     if codec not in ("nf4", "mxfp4"):
         return found
-    if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
+    if attempt(found, "merged", lambda: fingerprints(merge("base", "merged"), kept)):
         plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
         found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
     flat = read_tensors(root / "flat")
@@ -405,8 +403,8 @@ def _adapter(model: Any, folder: Path) -> dict[str, Any]:
 def run_cli(*arguments: object) -> tuple[int, str]:
     """Run the command line in this process; return its exit code and what it printed."""
     printed, code = io.StringIO(), 0
-    quiet = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO())
-    with patch.object(sys, "argv", ["moe-qlora", *map(str, arguments)]), quiet[0], quiet[1]:
+    argv = patch.object(sys, "argv", ["moe-qlora", *map(str, arguments)])
+    with argv, redirect_stdout(printed), redirect_stderr(io.StringIO()):
         try:
             main()
         except SystemExit as end:
@@ -436,7 +434,7 @@ def _plan(folder: Path) -> dict[str, Any]:
     return {"exit code": code, "peak": peak, **{name: told[name] for name in names}}
 
 
-def refusals(root: Path) -> dict[str, str]:
+def refusals(root: Path, *_: str) -> dict[str, str]:
     """Return the class of the error that refuses each call."""
     base, nf4 = root / "base", quantization("nf4")
     cls = write_base("qwen3_moe", base)
@@ -453,12 +451,9 @@ def refusals(root: Path) -> dict[str, str]:
     model = moe_qlora.get_peft_model(fresh(), lora(packed))
     model.save_pretrained(root / "adapter")
     llama = fresh("llama4_text")
-    hosted = fresh()
-    moe_qlora.offload_experts(hosted)
+    moe_qlora.offload_experts(hosted := fresh())
     nan: Any = tiny_model("qwen3_moe")
-    name = moe_qlora.detect(nan).experts[0].name
-    with torch.no_grad():
-        nan.get_parameter(name)[0, 0, 0] = float("nan")
+    nan.get_parameter(moe_qlora.detect(nan).experts[0].name).data[0, 0, 0] = float("nan")
     (root / "full").mkdir()
     (root / "full" / "file").write_text("x")
     damaged, other = shutil.copytree(root / "packed", root / "damaged"), root / "other"
@@ -493,7 +488,8 @@ def refusals(root: Path) -> dict[str, str]:
     meta = tiny_model("qwen3_moe", device="meta")
     vera = VeraConfig(target_modules=["experts"])
     ia3 = IA3Config(target_modules=["experts"], feedforward_modules=[])
-    owners = ["experts"]
+    owners, drop, packing = ["experts"], {"lora_dropout": 0.1}, {"quantization_config": nf4}
+    peft, save = PeftModel.from_pretrained, packed.save_pretrained
     one = LoraConfig(target_parameters=m.target_parameters(packed)[:1])
     state: dict[str, Any] = {"state_dict": plain.state_dict()}
     small: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "memory": 1000}
@@ -515,9 +511,7 @@ def refusals(root: Path) -> dict[str, str]:
         "get_peft_model: DoRA": lambda: adapt(packed, use_dora=True),
         "get_peft_model: PiSSA": lambda: adapt(packed, init_lora_weights="pissa"),
         "get_peft_model: bias": lambda: adapt(packed, lora_bias=True),
-        "get_peft_model: dropout, experts that read the weight": lambda: adapt(
-            llama, lora_dropout=0.1
-        ),
+        "get_peft_model: dropout, experts that read the weight": lambda: adapt(llama, **drop),
         "get_peft_model: a second time": lambda: get(model, lora(packed)),
         "get_peft_model: layers without experts": lambda: adapt(packed, layers_to_transform=[9]),
         "get_peft_model: modules_to_save of experts": lambda: adapt(packed, modules_to_save=owners),
@@ -527,9 +521,7 @@ def refusals(root: Path) -> dict[str, str]:
         "load_adapter: no folder": lambda: m.load_adapter(packed, none),
         "load_adapter: a taken name": lambda: m.load_adapter(model, adapter),
         "load_adapter: of another model": lambda: m.load_adapter(fresh("mixtral"), adapter),
-        "PeftModel.from_pretrained: no folder": lambda: PeftModel.from_pretrained(
-            packed, str(none)
-        ),
+        "PeftModel.from_pretrained: no folder": lambda: peft(packed, str(none)),
         "merge_adapter (PEFT): experts in host memory": lambda: adapt(hosted).merge_adapter(),
         "merge_adapter: no base": lambda: merge(none, adapter),
         "merge_adapter: no adapter": lambda: merge(base, none),
@@ -537,9 +529,7 @@ def refusals(root: Path) -> dict[str, str]:
         "merge_adapter: out is full": lambda: merge(base, adapter, "full"),
         "merge_adapter: dtype int8": lambda: merge(base, adapter, dtype=torch.int8),
         "merge_adapter: base of another type": lambda: merge(other, adapter, any_base=True),
-        "merge_adapter: config without like_training": lambda: merge(
-            base, adapter, quantization_config=nf4
-        ),
+        "merge_adapter: config without like_training": lambda: merge(base, adapter, **packing),
         "quantize_checkpoint: no folder": lambda: write(root / "x", new, nf4),
         "quantize_checkpoint: packed": lambda: write(root / "packed", new, nf4),
         "quantize_checkpoint: full": lambda: write(base, full, nf4),
@@ -562,9 +552,7 @@ def refusals(root: Path) -> dict[str, str]:
         "plan: an unknown target": lambda: plan(str(base), nf4, lora="moon"),
         "export_adapter: an unknown server": lambda: export("moon"),
         "export_adapter: full folder": lambda: export("vllm", "full"),
-        "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(
-            root / "state", **state
-        ),
+        "save_pretrained of packed weights in a state dict": lambda: save(new, **state),
         "cli dump: no such model": lambda: cli("dump", none),
         "cli dump: two formats": lambda: cli("dump", base, "--json", "--yaml"),
         "cli plan: does not fit": lambda: cli("plan", base, "--gpus", "1MiB", "--seq", "8"),
@@ -584,3 +572,64 @@ def _class_of_error(call: Callable[[], Any]) -> str:
         ours = "" if isinstance(error, moe_qlora.MoeQloraError) else " (not of this package)"
         return f"{type(error).__name__}{ours}"
     return "not refused"
+
+
+def measure_gpu(entry: str, device: str) -> dict[str, Any]:
+    """Return the losses of three steps, bfloat16 on CUDA, and the gradients of the last.
+
+    A CUDA graph replays the last step by then.
+    """
+    quietly()
+    kind, codec, way = entry.split("/")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    place: dict[str, Any] = {"device_map": {"": device}, "dtype": dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        write_base(kind, Path(folder), codec)
+        config = quantization(codec, dtype)
+        with moe_qlora.enabled(keep_codes=codec == "mxfp4"):
+            load = AutoModelForCausalLM.from_pretrained
+            model: Any = load(folder, quantization_config=config, **place)
+    found: dict[str, Any] = {"packed": state_hashes(model.state_dict())}
+    model = moe_qlora.get_peft_model(model, lora(model))
+    fill_adapter(model)
+    model.train()
+    seq = KEPT_SEQ if way == "part" else SEQ
+    sizes: dict[str, Any] = {"batch_size": BATCH, "seq_len": seq}
+    with ExitStack() as stack:
+        if "offloaded" in way:
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+            found["host_nbytes"] = off.host_nbytes
+        if "recorded" in way:
+            memory = {} if device == "cuda" else {"memory": "8GiB"}
+            prepared = stack.enter_context(moe_qlora.prepare_training(model, **sizes, **memory))
+            found["prepared"] = sorted({line.split(":")[0] for line in str(prepared).splitlines()})
+        for module in model.modules() if way == "compiled" else ():
+            if type(module).__name__.endswith("DecoderLayer"):
+                module.compile()
+        if way == "part":
+            stack.enter_context(_kept_in_part(model, sizes))
+        trained = {n: weight for n, weight in model.named_parameters() if weight.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
+        ids = torch.randint(5, 100, (BATCH, seq), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(device)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            found[f"loss {number}"] = rounded(loss.detach())
+            found["gradients"] = fingerprints({n: w.grad for n, w in trained.items()})
+            optimizer.step()
+    return found
+
+
+def _kept_in_part(model: Any, sizes: dict[str, Any]) -> Any:
+    """Return the fit of the most memory, of a few, that does not hold all activations."""
+    for _ in range(2):  # The first also finds what CUDA's libraries take at their first call
+        whole = moe_qlora.fit_memory(model, **sizes, memory="8GiB")
+        whole.remove()
+    for part in range(990, 600, -5):
+        fit = moe_qlora.fit_memory(model, **sizes, memory=whole.peak * part // 1000)
+        if any(layer.activations != "keep" for layer in fit.layers):
+            return fit
+        fit.remove()
+    raise AssertionError("no memory is too small to keep everything")

@@ -1,17 +1,11 @@
 """The main job from end to end, on the CPU and offline, in less than a minute on two free cores.
 
-    bash tools/demo                     trains a small Mixture-of-Experts model, then does the job
-    bash tools/demo --model FOLDER      does the job on a model of yours
-
 1. A Qwen3-MoE language model is trained from scratch on the sources of Python's own standard
-   library, and saved as a 16-bit checkpoint. This stands in for a model that one would download.
+   library, and saved as a 16-bit checkpoint.
 2. The checkpoint is loaded with a `BitsAndBytesConfig`, its experts are found and packed, LoRA goes
-   on attention and experts, and that is trained on different text: the reference manual in English
-   that `help()` shows.
+   on attention and experts, and that is trained on the reference manual that `help()` shows.
 3. A table says what each step did to bytes and loss; loss.png draws both.
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -76,8 +70,7 @@ class Run:
 
 def say(text: str) -> None:
     """Print text, indented, in lines of at most 80 columns."""
-    lines = textwrap.wrap(text, 80, initial_indent="   ", subsequent_indent="   ")
-    print("\n".join(lines), flush=True)
+    print(textwrap.fill(text, 80, initial_indent="   ", subsequent_indent="   "), flush=True)
 
 
 def pretrain(folder: Path, scale: Scale, run: Run) -> None:
@@ -104,13 +97,13 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
-    """Load, find, pack, adapt and train; `own` is for the demo's own, small model."""
+def fine_tune(folder: Path, scale: Scale, out: Path, run: Run) -> None:
+    """Load, find, pack, adapt and train."""
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = encode(tokenizer, manual())
     held_out, tokens = tokens[: len(tokens) // 10], tokens[len(tokens) // 10 :]
-    say(f"{2 if own else 1}. The main job: LoRA on {len(tokens):,} tokens of Python's manual")
+    say(f"2. The main job: LoRA on {len(tokens):,} tokens of Python's manual")
 
     bnb_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -127,9 +120,6 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     packed = report.bytes_after
     run.states["experts packed"] = packed, 0, evaluate(model, held_out)
 
-    if not own:  # by its name from transformers 5.24 on, and before
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     lora_config = LoraConfig(
         r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM",
         target_parameters=moe_qlora.target_parameters(model),
@@ -138,7 +128,7 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     trainable, total = peft_model.get_nb_trainable_parameters()
     say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
     title = "LoRA on packed weights, on English"
-    run.curves[title] = train(peft_model, tokens, scale.steps, 1e-2 if own else 5e-3)
+    run.curves[title] = train(peft_model, tokens, scale.steps, 1e-2)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
     run.states["LoRA trained"] = packed, adapter, evaluate(peft_model, held_out)
     peft_model.save_pretrained(out / "adapter")
@@ -215,9 +205,7 @@ def train_tokenizer(text: str) -> Any:
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """All tokens of `text`, (N,) int64."""
-    pieces = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
-    ids = [token for piece in tokenizer(pieces)["input_ids"] for token in piece]
-    return torch.tensor(ids)
+    return torch.tensor(tokenizer(text)["input_ids"])
 
 
 def batches(tokens: Tensor, count: int, seed: int) -> Iterator[Tensor]:
@@ -231,8 +219,16 @@ def batches(tokens: Tensor, count: int, seed: int) -> Iterator[Tensor]:
 def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
     started = time.perf_counter()
-    options = _options()
-    if options.model is None and "OMP_NUM_THREADS" not in os.environ:
+    parser = argparse.ArgumentParser(
+        prog="tools/demo", description="Pack a Mixture-of-Experts model and train LoRA on it."
+    )
+    parser.add_argument("--steps", type=int, help="steps of the LoRA training")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where results go")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    options = parser.parse_args()
+    if options.steps is not None and options.steps < 10:
+        parser.error("--steps must be at least 10, or there is no trend to see")
+    if "OMP_NUM_THREADS" not in os.environ:
         # So small a model's threads would do little but wait for each other.
         torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -242,34 +238,15 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     scale = QUICK if options.quick else Scale()
     scale = scale._replace(steps=options.steps or scale.steps)
-    run, folder = Run(), options.model
+    run, folder = Run(), options.out / "model"
     torch.manual_seed(SEED)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if folder is None:
-        folder = options.out / "model"
-        pretrain(folder, scale, run)
-    fine_tune(folder, scale, options.out, run, own=options.model is None)
+    pretrain(folder, scale, run)
+    fine_tune(folder, scale, options.out, run)
     draw(run, options.out / "loss.png")
     conclude(run)
     seconds = time.perf_counter() - started
     say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
     return 0
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/demo", description="Pack a Mixture-of-Experts model and train LoRA on it."
-    )
-    parser.add_argument("--model", metavar="FOLDER", help="a model of yours, instead of a new one")
-    parser.add_argument("--steps", type=int, help="steps of the LoRA training")
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where results go")
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
-    options = parser.parse_args()
-    if options.steps is not None and options.steps < 10:
-        parser.error("--steps must be at least 10, or there is no trend to see")
-    if options.model is not None and not (Path(options.model) / "config.json").is_file():
-        parser.error(f"--model {options.model} holds no config.json; name a checkpoint folder")
-    return options
 
 
 def draw(run: Run, file: Path) -> None:

@@ -2,13 +2,10 @@
 
     python tools/mutations.py --count 100 --seed 1 --out mutations.json
 
-A mutation is a sign, a comparison, an index, a swapped pair, a lost `not`, `and` for `or`, or
-another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests of
-the file's name, those of its folder, and the corpus. A command of over --limit seconds is a catch;
-one that fails without a mutation too is left out, and says so.
+Each change is made in a copy of the checkout. Then run, until one fails: the tests of the file's
+name, those of its folder, and the corpus. A command of over --limit seconds is a catch; one that
+fails without a mutation too is left out, and says so.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast

@@ -4,11 +4,8 @@
     python tools/package_check.py release WHEEL           whether it can be given to a registry
     python -I tools/package_check.py use CHECKOUT         in an environment that has the wheel
 
-`bash tools/package_check` builds both files and calls these. Exit code 1, with one line, where
-something is missing, too much, or imported from the checkout.
+`bash tools/package_check` builds both files and calls these.
 """
-
-from __future__ import annotations
 
 import email
 import re

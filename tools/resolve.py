@@ -4,12 +4,9 @@
     bash tools/resolve --hosts    the newest of each trainer, alone and together with this package;
                                   writes the table of moe_qlora/docs/trainers.md
 
-A machine whose pip takes a CPU build of torch cannot notice that the versions exclude each other
-elsewhere: torch's CUDA builds pin packages that its CPU builds do not ask for. Here uv resolves for
-each Python and architecture, installed or not, from metadata alone. Nothing is installed.
+torch's CUDA builds pin packages that its CPU builds do not ask for. uv resolves for each Python and
+architecture, installed or not, from metadata alone. Nothing is installed.
 """
-
-from __future__ import annotations
 
 import re
 import subprocess
@@ -106,8 +103,8 @@ def resolve(
     command = ["uv", "pip", "compile", *sources, "--quiet", "--no-header", "--no-annotate"]
     command += ["--no-build", "--no-python-downloads", "--python-version", python]
     command += ["--python-platform", platform, *arguments]
-    given = {"input": project or also, "cwd": ROOT}
-    done: Any = subprocess.run(command, capture_output=True, text=True, check=False, **given)
+    given: dict[str, Any] = {"input": project or also, "cwd": ROOT}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **given)
     if done.returncode:
         raise ResolveError(f"{' '.join(command)}:\n{done.stderr}")
     found = (line.split()[0].split("==") for line in done.stdout.splitlines())

@@ -3,20 +3,15 @@
     python tools/scenarios.py                    on a small model, made on the spot: CPU, a minute
     python tools/scenarios.py --model FOLDER     on a 16-bit checkpoint of yours
 
-Each scenario loads the model anew, prepares it and trains a few steps with `transformers.Trainer`;
-a row says what is found then in modules, parameters and storages: layers that checkpoint,
-the dtype of all weights but LoRA's (of packed ones the dtype that they compute in or decode to),
-trained weights of all (a packed weight is one), expert parameters, bytes, each once.
-
-FFT and LoRA keep the checkpoint's dtype. FFT + FP16 and Q-LoRA load it in float16:
-`TrainingArguments(fp16=True)` is mixed precision over float32, which accelerate refuses without a
-GPU. Adam's epsilon is 1e-4, since its default is zero in float16.
+Each scenario loads the model anew and trains a few steps with `transformers.Trainer`; a row says
+what is found then: layers that checkpoint, the dtype of all weights but LoRA's (of packed ones that
+they compute in or decode to), trained weights of all, expert parameters, bytes, each once. FFT +
+FP16 and Q-LoRA load the model in float16: `TrainingArguments(fp16=True)` is mixed precision over
+float32. Adam's epsilon is 1e-4, since its default is zero in float16.
 
 Exit codes: 0 for success, 1 where a scenario fails, with a line on stderr in the place of its row,
 2 for bad input with one line on stderr, 3 for a model without experts.
 """
-
-from __future__ import annotations
 
 import argparse
 import gc

@@ -5,8 +5,6 @@ p20, p50 and p80 the percentiles over the repetitions (all three equal where it 
 A run that fails is a row too: metric `fails: <what was raised>`, no figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime as dt
@@ -85,19 +83,15 @@ def words(*known: str) -> Callable[[str], list[str]]:
 def append_row(path: Path, columns: Sequence[str], row: dict[str, Any]) -> None:
     """Append a row to a CSV file, which is made with a heading where it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if fresh:
+        if not file.tell():
             writer.writeheader()
         writer.writerow(row)
 
 
 class Rows:
-    """Rows of one run, printed as they come and appended to the CSV file `options.out` at once.
-
-    `setting` says how `name` was run, as `key=value` words.
-    """
+    """Rows of one run, printed as they come and appended to the CSV file `options.out` at once."""
 
     def __init__(self, options: argparse.Namespace, name: str, setting: str) -> None:
         self.path, where = options.out, environment(options.device, options.commit)

@@ -11,11 +11,8 @@ loads it as a user would, and trains by these parts, each one line in results/jo
     batch8   8 conversations a batch, padded
     bfd      packing=True, TRL's best fit
 
-Conversations have log-normal lengths, a median of 420 tokens; padding is not counted. With
-`--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT.
+Conversations have log-normal lengths, a median of 420 tokens; padding is not counted.
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -24,7 +21,6 @@ import random
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,14 +29,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
-import peft
 import torch
 import transformers
 from common import Rows, parser_of, release, synchronize, words
 from datasets import Dataset
+from peft import LoraConfig
 from shapes import encode_bf16, quantization, whole_config, write_checkpoint, write_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
@@ -53,13 +48,6 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def encode(key: str, shape: tuple[int, ...], device: Any) -> dict[str, torch.Tensor]:
-    """Make random matrices, and norms of ones."""
-    if len(shape) == 1:
-        return {key: torch.ones(shape, dtype=torch.bfloat16)}
-    return encode_bf16(key, shape, device)
-
-
 class Clock(transformers.TrainerCallback):
     """The time at the begin, and at the end of each step."""
 
@@ -67,11 +55,10 @@ class Clock(transformers.TrainerCallback):
         self.device, self.times = device, list[float]()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.times = [time.time()]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
         synchronize(self.device)
         self.times.append(time.time())
+
+    on_step_end = on_train_begin
 
 
 def write_model(options: argparse.Namespace) -> None:
@@ -79,33 +66,8 @@ def write_model(options: argparse.Namespace) -> None:
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     if options.tiny:  # for all bytes, and for long conversations
         config.vocab_size, config.max_position_embeddings = 2048, 8192
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    config.dtype = "bfloat16"
-    write_checkpoint(options.folder, config, options.device, encode)
+    write_checkpoint(options.folder, config, options.device, encode_bf16)
     write_tokenizer(options.folder)
-
-
-def load(options: argparse.Namespace) -> Any:
-    """Load the folder as a user does."""
-    gpu = options.device.type == "cuda"
-    loading: dict[str, Any] = {"dtype": torch.bfloat16 if gpu else torch.float32}
-    if not options.stock:
-        loading["quantization_config"] = quantization(bnb_4bit_compute_dtype=loading["dtype"])
-    with nullcontext() if options.stock else moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            options.folder, device_map="auto" if gpu else None, **loading
-        )
-
-
-def adapt(model: Any, options: argparse.Namespace) -> Any:
-    """LoRA on attention, and ours on all experts."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    lora = peft.LoraConfig(
-        r=options.rank, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"
-    )
-    if options.stock:
-        return peft.get_peft_model(model, lora)
-    return moe_qlora.get_peft_model(model, lora, experts=True)
 
 
 def chats(count: int, seq: int) -> list[dict[str, Any]]:
@@ -128,15 +90,13 @@ def train(name: str, model: Any, options: argparse.Namespace, rows: Rows) -> Non
         "optim": "adamw_torch_fused" if gpu else "adamw_torch", "logging_steps": 1,
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": options.accumulate,
         "bf16": gpu, "use_cpu": not gpu, "learning_rate": 1e-4, "disable_tqdm": True,
-        "gradient_checkpointing": not options.prepare, "save_strategy": "no", **PARTS[name],
+        "gradient_checkpointing": False, "save_strategy": "no", **PARTS[name],
     }  # fmt: skip
     batch = settings["per_device_train_batch_size"]
-    with ExitStack() as stack:
-        if options.prepare:
-            start, sizes = time.time(), {"batch_size": batch, "seq_len": seq}
-            prepared = moe_qlora.prepare_training(model, **sizes, memory=options.memory)
-            rows.add(f"prepare, {batch} rows", "s", time.time() - start)
-            print(stack.enter_context(prepared), flush=True)
+    start, sizes = time.time(), {"batch_size": batch, "seq_len": seq}
+    with moe_qlora.prepare_training(model, **sizes, memory=options.memory) as prepared:
+        rows.add(f"prepare, {batch} rows", "s", time.time() - start)
+        print(prepared, flush=True)
         clock = Clock(options.device)
         common: dict[str, Any] = {"model": model, "callbacks": [clock]}
         if name == "fixed":
@@ -183,20 +143,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="three times as many of fixed")
     parser.add_argument("--accumulate", type=int, default=8)
     parser.add_argument("--memory", help="of prepare_training: 22GiB")
-    parser.add_argument("--no-prepare", dest="prepare", action="store_false")
-    parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
     options = parser.parse_args()
-    options.prepare = options.prepare and not options.stock
     if options.tiny or not torch.cuda.is_available():
         options.device = torch.device("cpu")
     if not (options.folder / "model.safetensors.index.json").exists():
         write_model(options)
     start = time.time()
-    model = load(options)
+    gpu = options.device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    place = {"dtype": dtype, "device_map": "auto" if gpu else None}
+    packing = {"quantization_config": quantization(bnb_4bit_compute_dtype=dtype)}
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(options.folder, **place, **packing)
     loading = time.time() - start
-    model = adapt(model, options)
-    peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
-    setting = f"peer={peer} model={options.model} layers={options.layers} seq={options.seq}"
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora: dict[str, Any] = {"lora_alpha": 32, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    config = LoraConfig(r=options.rank, **lora)
+    model = moe_qlora.get_peft_model(model, config, experts=True)
+    setting = f"peer=ours model={options.model} layers={options.layers} seq={options.seq}"
     setting += f" rank={options.rank} memory={options.memory}"
     rows = Rows(options, "journey", setting)
     rows.add("load", "s", loading)

@@ -1,10 +1,8 @@
 """One layer of experts, ours and its peers in one process; appends to results/layer.csv.
 
     python tools/bench/layer.py                         qwen3-30b-a3b, 4096 and 16384 tokens
-    python tools/bench/layer.py --shape mixtral-8x7b --tokens 16,256,4096
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
-    python tools/bench/layer.py --peers ours,mxfp4,portable
-    python tools/bench/layer.py --tiny --device cpu     whether it runs at all
+    python tools/bench/layer.py --peers ours,mxfp4,portable --tokens 16,256,4096
 
     ours        packed nf4 with double quantization, LoRA of both projections
     mxfp4       ours, on random MXFP4 codes as a checkpoint's are kept; only where asked for
@@ -14,10 +12,8 @@
 
 Random weights, uniform routing, bf16 activations. "step" is forward and backward to the input, the
 routing weights and the adapters; "checkpointed" runs the layer under non-reentrant checkpointing.
-Times are by events on the device. The floor counts a step's products without LoRA's.
+The floor counts a step's products without LoRA's.
 """
-
-from __future__ import annotations
 
 import argparse
 from collections.abc import Callable

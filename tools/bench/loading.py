@@ -1,27 +1,21 @@
 """Loading a checkpoint into 4 bits: memory and time, against the ways without this package.
 
     python tools/bench/loading.py --layers 24 --device cuda
-    python tools/bench/loading.py --layers 24 --maker fp8 --device cuda
     python tools/bench/loading.py --model gpt-oss-20b --layers 24 --maker mxfp4 --device cuda
 
-A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys) or gpt-oss-20b (fused), bf16, random,
-is loaded each way in a process of its own, its files' pages dropped from the page cache before:
+A random bf16 checkpoint is loaded each way in a process of its own, its files' pages dropped from
+the page cache before:
 
     plain          bf16, as transformers loads it
     load-then-pack bf16 experts first, then `quantize_experts`
     streaming      `from_pretrained` under `moe_qlora.enabled()`
     reload         the folder that the streamed model's `save_pretrained` wrote
+    maker          with `--maker`: as its makers ship it, under `moe_qlora.enabled()`
+    maker-stock    the same by transformers' dequantize=True, then `quantize_experts`
 
-With `--maker` the same model is also written as its makers ship it, other random numbers, and:
-
-    maker          that folder with a BitsAndBytesConfig under `moe_qlora.enabled()`
-    maker-stock    transformers' own dequantize=True, then `quantize_experts`
-
-"over" is what a load takes at its peak beyond the model that it leaves, by
-`torch.cuda.max_memory_allocated`; on a CPU memory is not measured.
+"over" is what a load takes at its peak beyond the model that it leaves; on a CPU memory is not
+measured.
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -37,7 +31,7 @@ from typing import Any
 
 import torch
 from common import Rows, allocated, parser_of, peak, release, synchronize
-from shapes import Encode, encode_bf16, meta_model, quantization, whole_config, write_checkpoint
+from shapes import Encode, encode_bf16, quantization, whole_config, write_checkpoint
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import moe_qlora
@@ -120,7 +114,6 @@ def measure(way: str, folder: Path, options: argparse.Namespace, save_to: Path) 
 def ways(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
     """Write the checkpoint and load it each way: `(way, figures, bytes on disk)`."""
     settings = whole_config(options.model, layers=options.layers, tiny=options.tiny)
-    settings.architectures = [type(meta_model(settings)).__name__]
     folders = {"bf16": work / "bf16", "reload": work / "packed", "maker": work / "maker"}
     write_checkpoint(folders["bf16"], settings, options.device, encode_bf16)
     if options.maker:

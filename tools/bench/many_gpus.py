@@ -1,24 +1,22 @@
 """Trains a whole model with random weights on several GPUs of one machine; two_gpu.csv.
 
     python tools/bench/many_gpus.py                          qwen3-30b-a3b, every engine
-    python tools/bench/many_gpus.py --engines fsdp2 --model glm-4.5-air --memory 48
-    python tools/bench/many_gpus.py --tiny --device cpu      whether it runs at all
+    python tools/bench/many_gpus.py --engines fsdp2 --model glm-4.5-air
 
     single    one GPU by itself
     ddp       torch's DistributedDataParallel: the whole model on each GPU
-    fsdp2     fully_shard on each decoder layer and the root; each rank fills its own share
+    fsdp2     fully_shard on each decoder layer and the root; each rank loads its own share of a
+              checkpoint of random weights, which is written to the folder for temporary files
     whole     the same, of a model that was built whole on each GPU first
 
-Experts are packed to nf4 with double quantization, other weights stay in bf16. LoRA is on attention
-and experts. Each engine runs in processes of its own, one after the other, on the same machine.
-Every rank trains its own micro-batch: tokens/s are those of all ranks together.
+Experts are packed to nf4 with double quantization, other weights stay in bf16. Each engine runs in
+processes of its own. Every rank trains its own micro-batch: tokens/s are those of all together.
 """
-
-from __future__ import annotations
 
 import argparse
 import datetime as dt
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,14 @@ import common
 import model as whole_model
 import torch
 from common import append_row, environment, peak, percentiles, recompute, release, words
-from shapes import meta_model, quantization, whole_config
+from shapes import encode_bf16, meta_model, quantization, whole_config, write_checkpoint
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from moe_qlora.checkpoint.conversion import DiskLayout
-from moe_qlora.checkpoint.folder import Checkpoint, TensorInfo
+import moe_qlora
+from moe_qlora.distributed.sharding import shard_model
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
@@ -48,38 +46,24 @@ PORT = 29650
 
 def main() -> None:
     """Run the engines that the command line asks for."""
-    options = _options()
+    parser = whole_model.training_parser(__doc__, "two_gpu.csv")
+    parser.set_defaults(micro_batch=4, steps=6)
+    add = parser.add_argument
+    add("--gpus", type=int, default=2)
+    add("--engines", type=words(*ENGINES), default=",".join(ENGINES))
+    add("--reshard", action=argparse.BooleanOptionalAction, default=True)
+    add("--prefetch", type=int, default=0, help="layers that FSDP2 gathers ahead")
+    add("--profile", help="a file for rank 0's kernels of a step")
+    options = whole_model.parsed(parser)
     for number, engine in enumerate(options.engines):
         ranks = 1 if engine == "single" else options.gpus
         print(f"\n{options.model} {engine} on {ranks}", flush=True)
-        try:
-            spawn(_rank, args=(ranks, engine, PORT + number, options), nprocs=ranks)
-        except ProcessException as error:
-            _write(options, engine, ranks, note=f"fails: {str(error).strip().splitlines()[-1]}")
-
-
-def _options() -> argparse.Namespace:
-    parser = common.parser_of(__doc__, "two_gpu.csv")
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add("--model", default="qwen3-30b-a3b")
-    add("--layers", type=int, help="default: all")
-    add("--gpus", type=int, default=2)
-    add("--engines", type=words(*ENGINES), default=",".join(ENGINES))
-    add("--seq", type=int, help="default: 4096, or 32 with --tiny")
-    add("--micro-batch", type=int, default=4)
-    add("--checkpointing", action=switch, default=True)
-    add("--rank", type=int, default=16, help="of LoRA")
-    add("--lora", type=words(*whole_model.LORA), default=",".join(whole_model.LORA))
-    add("--steps", type=int, default=6)
-    add("--warmup", type=int, default=3)
-    add("--memory", type=float, help="GiB that each GPU may use")
-    add("--reshard", action=switch, default=True)
-    add("--prefetch", type=int, default=0, help="layers that FSDP2 gathers ahead")
-    add("--prepare", help="memory of prepare_training, as 70GiB")
-    add("--profile", help="a file for rank 0's kernels of a step")
-    options = parser.parse_args()
-    options.seq = options.seq or (32 if options.tiny else 4096)
-    return options
+        with tempfile.TemporaryDirectory() as folder:
+            options.folder = Path(folder)
+            try:
+                spawn(_rank, args=(ranks, engine, PORT + number, options), nprocs=ranks)
+            except ProcessException as error:
+                _write(options, engine, ranks, note=f"fails: {str(error).strip().splitlines()[-1]}")
 
 
 def _rank(rank: int, ranks: int, engine: str, port: int, options: argparse.Namespace) -> None:
@@ -91,9 +75,6 @@ def _rank(rank: int, ranks: int, engine: str, port: int, options: argparse.Names
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(device)
-        if options.memory:
-            share = options.memory * 2**30 / torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(share, device)
     backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", dt.timedelta(seconds=300)
     distributed.init_process_group(backend, timeout=limit, device_id=device if cuda else None)
     try:
@@ -109,6 +90,10 @@ def _run(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     rank, ranks, device = distributed.get_rank(), distributed.get_world_size(), options.device
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     torch.manual_seed(0)
+    if engine == "fsdp2" and rank == 0:
+        write_checkpoint(options.folder, config, device, encode_bf16)
+    distributed.barrier()
+    release(device)
     start = time.perf_counter()
     model = (_fsdp2 if engine == "fsdp2" else _whole)(engine, config, options)
     common.synchronize(device)
@@ -163,38 +148,26 @@ def _whole(engine: str, config: Any, options: argparse.Namespace) -> Any:
         ids = [device.index] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, **more)
     if engine == "whole":
-        from moe_qlora.distributed.sharding import shard_model
-
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
         shard_model(model, mesh, reshard_after_forward=options.reshard)
     return model
 
 
 def _fsdp2(_: str, config: Any, options: argparse.Namespace) -> Any:
-    """Build each rank's own share of random rows, as `load_sharded` builds one of a folder's."""
-    from moe_qlora.checkpoint.rows import packing_spec
-    from moe_qlora.checkpoint.training_codec import from_config
-    from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill
-    from moe_qlora.hf.fill import Fill
-
-    mesh = init_device_mesh(options.device.type, (distributed.get_world_size(),))
+    """Load each rank's own share of the folder."""
     model: Any = meta_model(config)
-    bnb_config = quantization()
-    bnb_config.llm_int8_skip_modules = [n for n, m in model.named_modules() if type(m) is nn.Linear]
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    experts = [param.name for param in moe_qlora.detect(model)]
+    model = moe_qlora.load_sharded(
+        options.folder,
+        quantization(llm_int8_skip_modules=linears),
+        lora_config=whole_model.lora_config(model, experts, options.lora, options.rank),
+        fsdp_options={"reshard_after_forward": options.reshard},
+        adapter_options={"autocast_adapter_dtype": False},
+    )
+    model.config.get_text_config().use_cache = False
     if options.checkpointing:
         recompute(model)
-    compute_buffers(model, torch.device("cpu"))
-    spec = packing_spec(model, bnb_config, model.dtype, None)
-    from_config(model, bnb_config)
-    model.tie_weights()
-    experts, rows = [param.name for param in spec.layout.experts], _RandomRows([])
-    rows.disk = {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items()}
-    lora = whole_model.lora_config(model, experts, options.lora, options.rank)
-    dtypes = dict.fromkeys(rows.disk, model.dtype)
-    fill = Fill(model, spec, rows, dtypes, bnb_config, shards=True)
-    fill.pack(DiskLayout(model, rows.disk, []))
-    more = {"reshard_after_forward": options.reshard}, {"autocast_adapter_dtype": False}
-    model = shard_and_fill(fill, mesh, lora, None, *more)
     ahead = options.prefetch  # layers that are gathered while one computes, forward and back
     layers = [m for m in model.modules() if ahead and isinstance(m, FSDPModule)][1:]
     for i, layer in enumerate(layers):
@@ -203,20 +176,6 @@ def _fsdp2(_: str, config: Any, options: argparse.Namespace) -> Any:
     if options.prepare:
         whole_model.prepared(model, options)
     return model
-
-
-class _RandomRows(Checkpoint):
-    """Random numbers in place of a checkpoint's tensors."""
-
-    disk: dict[str, Any]
-
-    def info(self, key: str) -> TensorInfo:
-        return TensorInfo(Path(), torch.bfloat16, self.disk[key][0], 0, 0)
-
-    def fetch(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Any:
-        rows = torch.empty(self.disk[key][0], dtype=torch.bfloat16, device="meta")[start:stop]
-        std = 0.02 if rows.dim() > 1 else 0.0  # norms are 1
-        return lambda: torch.empty_like(rows, device=device).normal_(0.0 if std else 1.0, std)
 
 
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:
@@ -231,7 +190,6 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
         ("gathered once", not options.reshard),
         (f"prefetch={options.prefetch}", options.prefetch),
         (f"prepare_training {options.prepare}", options.prepare),
-        (f"each GPU held to {options.memory or 0:g} GiB", options.memory),
     ):
         row["note"] += f", {name}" if is_set else ""
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}

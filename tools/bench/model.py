@@ -3,20 +3,15 @@
     python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
     python tools/bench/model.py --prepare 28GiB --optimizer adamw_fused --peers ours
     python tools/bench/model.py --liger-loss --compile --no-checkpointing --peers frozen
-    python tools/bench/model.py --tiny --device cpu    whether it runs at all
 
     ours        experts packed, nf4 with double quantization; LoRA as `--lora` says
     frozen      bf16 experts, transformers' grouped_mm; LoRA on attention alone
     peft        bf16 experts, transformers' grouped_mm; PEFT's LoRA as `--lora` says
 
-Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
-`--liger-loss` and `--compile` (each decoder layer) are the same for every peer. `--prepare` is
-`prepare_training` for ours, `--offload` `offload_experts`; peers then keep all activations. A model
-is made on the device one module at a time, and an expert stack packed as soon as it is made, so
-that models fit that do not in 16 bits.
+Linear layers stay in bf16. `--liger-loss` and `--compile` (each decoder layer) are for every peer,
+`--prepare` (`prepare_training`) and `--offload` (`offload_experts`) for ours. A model is made on
+the device one module at a time, and an expert stack packed as soon as it is made.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -44,7 +39,17 @@ KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "lay
 
 def main() -> None:
     """Run the benchmark that the command line asks for."""
-    options = _options()
+    parser = training_parser(__doc__, "model.csv")
+    add = parser.add_argument
+    add("--liger-loss", action="store_true", help="Liger's loss alone")
+    add("--compile", action="store_true", help="each decoder layer")
+    add("--offload", action="store_true", help="offload_experts; ours only")
+    add("--attention", help="as attn_implementation; default: transformers' choice")
+    add("--optimizer", choices=["adamw", "adamw_fused"], default="adamw")
+    add("--peers", type=words(*PEERS), default=",".join(PEERS))
+    options = parsed(parser)
+    if options.prepare is not None:
+        options.liger_loss, options.compile, options.checkpointing = True, True, False
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     if options.attention:
         config._attn_implementation = options.attention
@@ -59,31 +64,29 @@ def main() -> None:
     release(options.device)
 
 
-def _options() -> argparse.Namespace:
-    parser = common.parser_of(__doc__, "model.csv")
-    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+def training_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with the options of a training, here and on many GPUs."""
+    parser = common.parser_of(doc, out)
+    add = parser.add_argument
     add("--model", default="qwen3-30b-a3b", help="as `moe-qlora plan` takes it")
     add("--layers", type=int, help="default: all")
-    add("--seq", type=int, help="default: 4096, or 64 with --tiny")
+    add("--seq", type=int, default=4096)
     add("--micro-batch", type=int, default=1)
-    add("--checkpointing", action=switch, default=True)
-    add("--rank", type=int, default=16)
+    add("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    add("--rank", type=int, default=16, help="of LoRA")
     add("--lora", type=words(*LORA), default=",".join(LORA))
-    add("--liger-loss", action="store_true", help="Liger's loss alone")
-    add("--compile", action="store_true", help="each decoder layer")
-    add("--offload", action="store_true", help="offload_experts; ours only")
     prepare = "prepare_training, to bytes, 24GiB or what is free; peers: --liger-loss --compile"
     add("--prepare", nargs="?", const=DEVICE, metavar="MEMORY", help=prepare)
-    add("--attention", help="as attn_implementation; default: transformers' choice")
-    add("--optimizer", choices=["adamw", "adamw_fused"], default="adamw")
-    add("--peers", type=words(*PEERS), default=",".join(PEERS))
     add("--steps", type=int, default=12)
     add("--warmup", type=int, default=3, help="steps before those that count")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Read the command line; a tiny model gets short rows."""
     options = parser.parse_args()
-    options.seq = options.seq or (64 if options.tiny else 4096)
+    options.seq = 64 if options.tiny else options.seq
     options.lora.sort(reverse=True)
-    if options.prepare is not None:
-        options.liger_loss, options.compile, options.checkpointing = True, True, False
     return options
 
 

@@ -2,14 +2,10 @@
 
     python tools/bench/plan.py                       every case, one GPU, about two minutes
     python tools/bench/plan.py --only olmoe          the cases whose name begins so
-    python tools/bench/plan.py --tiny --device cpu   whether it runs at all (nothing is measured)
 
-Each case builds a model with random weights on the device, packs it, trains it for three steps, and
-compares `torch.cuda.memory_allocated` after packing and `max_memory_allocated` in training with a
-plan made from the configuration alone, and with one made from the packed model.
+Each case packs a model with random weights on the device, trains it for three steps, and compares
+memory after packing and its peak in training with plans from the configuration and the model.
 """
-
-from __future__ import annotations
 
 import argparse
 import time

@@ -1,9 +1,7 @@
 """Models and checkpoints of random weights in published sizes, for every benchmark."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
 from moe_qlora.models import named
 from moe_qlora.packing.mxfp4 import MXFP4
@@ -63,18 +62,18 @@ def meta_model(config: Any) -> Any:
 
 def write_checkpoint(folder: Path, config: Any, device: Any, encode: Encode) -> None:
     """Write a checkpoint of random weights, a file for each layer."""
-    folder.mkdir(parents=True, exist_ok=True)
+    model = meta_model(config)
+    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    shapes = {n: tuple(t.shape) for n, t in meta_model(config).state_dict().items()}
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
-        groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        group = name.split(".")[2] if ".layers." in name else "rest"
+        groups.setdefault(group, {})[name] = tensor
     places: dict[str, str] = {}
     for index, names in enumerate(groups.values()):
         tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            for key, shape in _keys_on_disk(config.model_type, name, shapes[name]):
-                tensors |= encode(key, shape, device)
+        for key, value in revert_weight_conversion(model, names).items():
+            tensors |= encode(key, tuple(value.shape), device)
         file = f"model-{index:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)
@@ -82,22 +81,10 @@ def write_checkpoint(folder: Path, config: Any, device: Any, encode: Encode) -> 
     (folder / "model.safetensors.index.json").write_text(index_file)
 
 
-def _keys_on_disk(
-    model_type: str, name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the keys and shapes of a parameter in a 16-bit checkpoint."""
-    stem, _, leaf = name.rpartition(".")
-    if not stem.endswith(".experts") or model_type == "gpt_oss":  # whose experts are stored fused
-        yield name, shape
-        return
-    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-    for expert in range(shape[0]):
-        for part in parts:
-            yield f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
-
-
 def encode_bf16(key: str, shape: tuple[int, ...], device: Any) -> dict[str, torch.Tensor]:
-    """Make bf16 weights of a standard deviation of 0.02."""
+    """Make bf16 matrices of a standard deviation of 0.02, and norms of ones."""
+    if len(shape) == 1:
+        return {key: torch.ones(shape, dtype=torch.bfloat16)}
     return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
 
 

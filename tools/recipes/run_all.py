@@ -4,12 +4,9 @@
     python tools/recipes/run_all.py --only dpo,grpo
     python tools/recipes/run_all.py --tiny               on a CPU: tiny models, to see that it runs
 
-Each recipe is a process of its own, as a user starts it. Weights are random, so only a falling loss
-and what is saved say that it works: a line for each has the first and the last loss, the adapters
-that were saved, and the seconds. The exit code is 1 where a recipe failed.
+Each recipe is a process of its own. Weights are random, so only a falling loss and what is saved
+say that it works. The exit code is 1 where a recipe failed.
 """
-
-from __future__ import annotations
 
 import argparse
 import json

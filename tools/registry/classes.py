@@ -5,8 +5,6 @@ An experts class is one that transformers decorates with `use_experts_implementa
 of experts, or one of the few in `UNUSUAL` whose shape hides what it is.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

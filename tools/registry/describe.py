@@ -1,8 +1,7 @@
 """Describe one model type in plain JSON values: its expert weights, and what surrounds them."""
 
-from __future__ import annotations
-
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from moe_qlora import registry
 from moe_qlora.layout import name_pattern
 
 from .classes import Definition, definition_of, model_class
-from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
+from .tiny import TINY_EXPERTS, default_of, tiny_kwargs
 
 _ROUTER = re.compile(r"^(router|gate)$|(Router|Gating|Gate)$")  # a name, or the end of a class
 _ROLES = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
@@ -151,9 +150,10 @@ def describe(model_type: str) -> dict[str, Any] | None:
     Of the weights of a pattern, where the names of the keys do not tell: `role` and `transposed`,
     as of `ExpertParam`; `packed_rows`, experts one below the other in a 2-D parameter;
     `dispatches`, through transformers' experts interface; `checkpoint`, the keys on disk, "per
-    expert" or "fused"; `published` and `tiny`, where the weights are at these sizes. `checkpoints`
-    of a file are kept: by hub id what the config.json of a well-known checkpoint says beyond the
-    class's defaults, as far as memory and compute depend on it.
+    expert" or "fused"; `published` and `tiny`, where the weights are at these sizes. A file's
+    configurations are kept, so that they can be mended by hand: `tiny_config`; `published`, what
+    the class's defaults lack; and `checkpoints`, by hub id what the config.json of a well-known
+    checkpoint says beyond the defaults, as far as memory and compute depend on it.
 
     Raises:
         Exception: Whatever transformers raises where a model cannot be built.
@@ -163,12 +163,13 @@ def describe(model_type: str) -> dict[str, Any] | None:
     maker = model_class(config_class)
     if maker is None:
         return None
+    entry = registry.load(model_type) if model_type in registry.model_types() else None
     kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
-    model, tiny = by_pattern(maker, config_class(**kwargs))
+    kwargs, full_kwargs = (entry.tiny_config, entry.published_config) if entry else (kwargs, {})
+    model, tiny = by_pattern(maker, config_class(**deepcopy(kwargs)))
     if not tiny:
         return None
-    full_kwargs = published_kwargs(config_class, default_of(config_class))
-    _, published = by_pattern(maker, config_class(**full_kwargs))
+    _, published = by_pattern(maker, config_class(**deepcopy(full_kwargs)))
     if missing := tiny.keys() - published.keys():
         raise LookupError(f"the default configuration has no {', '.join(sorted(missing))}")
     everything = [weight for group in tiny.values() for weight in group]
@@ -190,10 +191,9 @@ def describe(model_type: str) -> dict[str, Any] | None:
         for pattern, weights in tiny.items()
         for first, known in [(weights[0], weights[0].definition)]
     ]
-    listed = model_type in registry.model_types()
     return {
         "class": maker.__name__,
-        "checkpoints": dict(registry.load(model_type).checkpoints) if listed else {},
+        "checkpoints": entry.checkpoints if entry else {},
         "experts": experts,
         "model_type": model_type,
         "published": {"config": full_kwargs},

@@ -46,10 +46,3 @@ def test_demo(tmp_path, demo, capsys):
     assert max(map(len, said.splitlines())) <= 80
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
-
-    second = ("--quick", "--model", tmp_path / "model", "--steps", 10, "--out", tmp_path / "two")
-    assert demo(*second) == 0
-    said = capsys.readouterr().out
-    assert "the loss" in said and "from scratch" not in said
-    assert max(map(len, said.splitlines())) <= 80
-    assert (tmp_path / "two/loss.png").is_file()
