@@ -199,7 +199,7 @@ def quietly() -> None:
 
 def write_base(model_type: str, folder: Path, codec: str = "", **overrides: Any) -> Any:
     """Write a 16-bit folder (float32 here), or of MXFP4; return the class that loads it."""
-    model: Any = tiny_model(model_type, **overrides, **(WIDE if codec == "mxfp4" else {}))
+    model: Any = tiny_model(model_type, **overrides | (WIDE if codec == "mxfp4" else {}))
     put_on_grid(model)
     model.save_pretrained(folder)
     if codec == "mxfp4":
@@ -600,8 +600,8 @@ def measure_gpu(entry: str, device: str) -> dict[str, Any]:
             off = stack.enter_context(moe_qlora.offload_experts(model))
             found["host_nbytes"] = off.host_nbytes
         if "recorded" in way:
-            memory = {} if device == "cuda" else {"memory": "8GiB"}
-            prepared = stack.enter_context(moe_qlora.prepare_training(model, **sizes, **memory))
+            sizes |= {} if device == "cuda" else {"memory": "8GiB"}
+            prepared = stack.enter_context(moe_qlora.prepare_training(model, **sizes))
             found["prepared"] = sorted({line.split(":")[0] for line in str(prepared).splitlines()})
         for module in model.modules() if way == "compiled" else ():
             if type(module).__name__.endswith("DecoderLayer"):

@@ -72,7 +72,9 @@ def changes(node: Any) -> list[tuple[str, dict[str, Any]]]:
             return [("sign", {"op": ast.UAdd()})]
         case ast.UnaryOp(op=ast.Not()):
             return [("not", {"operand": ast.UnaryOp(ast.Not(), node.operand)})]
-        case ast.BinOp(left=left) if type(node.op) in OTHERS and not _is_text(left):
+        case ast.BinOp(left=ast.JoinedStr() | ast.Constant(value=str())):
+            return []
+        case ast.BinOp(left=left) if type(node.op) in OTHERS:
             swaps = isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv)
             swap = [("swap", {"left": node.right, "right": left})] if swaps else []
             return [("sign", {"op": OTHERS[type(node.op)]()}), *swap]
@@ -93,10 +95,6 @@ def changes(node: Any) -> list[tuple[str, dict[str, Any]]]:
         case ast.Constant(value=int(value) | float(value)):
             return [("constant", {"value": value + 1})]
     return []
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
 def draw(count: int, seed: int, only: list[str]) -> list[Mutation]:

@@ -143,6 +143,5 @@ def run_commands(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"contents": contents, "release": release, "use": use}[sys.argv[1]](
-        *(Path(argument).resolve() for argument in sys.argv[2:])
-    )
+    checks: dict[str, Any] = {"contents": contents, "release": release, "use": use}
+    checks[sys.argv[1]](*(Path(argument).resolve() for argument in sys.argv[2:]))

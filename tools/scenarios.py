@@ -34,7 +34,6 @@ from moe_qlora.models import named
 from moe_qlora.packing.decoders import state_tensors
 from moe_qlora.planning.model import lora_config_of
 
-FAILED, BAD_INPUT, NO_EXPERTS = 1, 2, 3
 RANK = 4
 HEADINGS = ("Scenario", "Observed", "Trainable", "Experts", "Bytes")
 SCENARIOS = {
@@ -66,19 +65,19 @@ def main() -> int:
             folder = options.model or small_model(scratch)
             if options.model and not moe_qlora.detect(named.build(named.resolve(folder))):
                 sys.stderr.write(f"error: --model {folder} holds no expert parameters.\n")
-                return NO_EXPERTS
+                return 3
             for name in SCENARIOS:
                 try:
                     rows.append(_row(name, folder, options))
                 except MoeQloraError:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever a library has against it
-                    code = FAILED
+                    code = 1
                     said = " ".join(f"{type(error).__name__}: {error}".split())
                     sys.stderr.write(f"error: {name}: {said}\n")
         except MoeQloraError as error:
             sys.stderr.write("error: " + " ".join(str(error).split()) + "\n")
-            return BAD_INPUT
+            return 2
     sys.stdout.write("".join("| " + " | ".join(cells) + " |\n" for cells in rows))
     return code
 

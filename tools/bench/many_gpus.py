@@ -54,7 +54,8 @@ def main() -> None:
     add("--reshard", action=argparse.BooleanOptionalAction, default=True)
     add("--prefetch", type=int, default=0, help="layers that FSDP2 gathers ahead")
     add("--profile", help="a file for rank 0's kernels of a step")
-    options = whole_model.parsed(parser)
+    options = parser.parse_args()
+    options.seq = 64 if options.tiny else options.seq
     for number, engine in enumerate(options.engines):
         ranks = 1 if engine == "single" else options.gpus
         print(f"\n{options.model} {engine} on {ranks}", flush=True)

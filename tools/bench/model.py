@@ -47,7 +47,8 @@ def main() -> None:
     add("--attention", help="as attn_implementation; default: transformers' choice")
     add("--optimizer", choices=["adamw", "adamw_fused"], default="adamw")
     add("--peers", type=words(*PEERS), default=",".join(PEERS))
-    options = parsed(parser)
+    options = parser.parse_args()
+    options.seq = 64 if options.tiny else options.seq
     if options.prepare is not None:
         options.liger_loss, options.compile, options.checkpointing = True, True, False
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
@@ -82,14 +83,6 @@ def training_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Read the command line; a tiny model gets short rows."""
-    options = parser.parse_args()
-    options.seq = 64 if options.tiny else options.seq
-    options.lora.sort(reverse=True)
-    return options
-
-
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     prepared = options.prepare is not None and peer == "ours"
     asked = {
@@ -105,8 +98,8 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
         f"seq={options.seq} batch={options.micro_batch} checkpointing={kept} "
         f"{'nf4+double' if peer == 'ours' else 'bf16'} peer={peer} adapters=bf16"
     )
-    more = {"with": ",".join(name for name, wanted in asked.items() if wanted)}
-    more |= {"memory": options.prepare if prepared and options.prepare != DEVICE else None}
+    memory = options.prepare if prepared and options.prepare != DEVICE else None
+    more = {"with": ",".join(name for name, wanted in asked.items() if wanted), "memory": memory}
     more |= {"attention": options.attention}
     return setting + "".join(f" {name}={value}" for name, value in more.items() if value)
 

@@ -77,7 +77,8 @@ def write_data(folder: Path, count: int) -> None:
 
 def model_of(model_type: str, folder: Path, *, tiny: bool) -> Path:
     """Return the folder of a random model of this type, and of a tokenizer of bytes."""
-    model, to = None, folder / model_type
+    to: Path = folder / model_type
+    model: Any
     if to.exists():
         return to
     torch.manual_seed(0)

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .tiny import default_of
+
 MODELS = Path(transformers.__file__).parent / "models"
 DECORATOR = "use_experts_implementation"
 
@@ -133,20 +135,10 @@ def candidates() -> Iterator[str]:
     known = sorted(CONFIG_MAPPING.keys())
     direct = {name for name in known if folder_of(CONFIG_MAPPING[name]) in folders}
     for name in known:
-        if name in direct or any(part in direct for part in _parts(CONFIG_MAPPING[name])):
+        whole, names = CONFIG_MAPPING[name], getattr(CONFIG_MAPPING[name], "sub_configs", None)
+        parts = [getattr(default_of(whole), part, None) for part in names or ()]
+        if name in direct or any(getattr(part, "model_type", "") in direct for part in parts):
             yield name
-
-
-def _parts(config_class: Any) -> Iterator[str]:
-    """Yield model types of the parts that a composite configuration has by default."""
-    if not getattr(config_class, "sub_configs", None):
-        return
-    try:
-        default = config_class()
-    except Exception:  # noqa: BLE001 - a configuration without defaults has no default parts
-        return
-    for name in config_class.sub_configs:
-        yield getattr(getattr(default, name, None), "model_type", "")
 
 
 def _mapped(config_class: Any) -> Iterator[type[PreTrainedModel]]:

@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -86,13 +87,9 @@ def by_pattern(maker: Any, config: Any) -> tuple[PreTrainedModel, dict[str, list
 
 def _ranges(indices: list[int]) -> str:
     """Return `0-3,5` for [0, 1, 2, 3, 5]."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    pairs = groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in pairs]
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 
 def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
@@ -164,7 +161,7 @@ def describe(model_type: str) -> dict[str, Any] | None:
     if maker is None:
         return None
     entry = registry.load(model_type) if model_type in registry.model_types() else None
-    kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
+    kwargs: Any = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
     kwargs, full_kwargs = (entry.tiny_config, entry.published_config) if entry else (kwargs, {})
     model, tiny = by_pattern(maker, config_class(**deepcopy(kwargs)))
     if not tiny:
