@@ -147,20 +147,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], space: str = 
 
 def filled(page: Path) -> str:
     """Return a page with what stands between its `<!-- NAME: begin -->` marks written anew."""
-    rows, text = read(), page.read_text(encoding="utf-8")
-    lines = []
-    for (model, title), seq in product(MODELS.items(), PAGE_SEQS):
-        cells = [shown(rows[model, gpus, seq][0]) for gpus in GPUS.values()]
-        lines.append((title, f"{seq:,}", *cells))
-    blocks = {"cells": table(("model", "tokens", *GPUS), lines)}
-    if page == README:
-        of_readme = ("model", *(f"{card}, {size}" for size, card in CARDS.items()))
-        lines = []
-        for model, title in MODELS.items():
-            cells = [shown(rows[model, GPUS[size], README_SEQ][0], True) for size in CARDS]
-            lines.append((title, *cells))
-        blocks = {"what-fits": table(of_readme, lines, space="")}
+    rows, text, lines = read(), page.read_text(encoding="utf-8"), list[Sequence[str]]()
+    brief, sizes = page == README, CARDS if page == README else GPUS
+    for (model, title), seq in product(MODELS.items(), [README_SEQ] if brief else PAGE_SEQS):
+        cells = [shown(rows[model, GPUS[size], seq][0], brief) for size in sizes]
+        lines.append((title, *([] if brief else [f"{seq:,}"]), *cells))
+    if brief:
+        cards = (f"{card}, {size}" for size, card in CARDS.items())
+        blocks = {"what-fits": table(("model", *cards), lines, space="")}
     else:
+        blocks = {"cells": table(("model", "tokens", *GPUS), lines)}
         blocks["settings"] = settings_table(rows.values())
     for name, block in blocks.items():
         before, begin, rest = text.partition(f"<!-- {name}: begin -->")
