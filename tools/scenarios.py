@@ -102,10 +102,8 @@ def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]
     device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"
     settings: dict[str, Any] = {"dtype": half if "half" in how else "auto"}
     if "packed" in how:
-        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-        config = transformers.BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_compute_dtype=half, **nf4
-        )
+        nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": half}
+        config = transformers.BitsAndBytesConfig(bnb_4bit_use_double_quant=True, **nf4)
         settings["quantization_config"] = config
     load = transformers.AutoModelForCausalLM.from_pretrained
     try:

@@ -6,15 +6,13 @@
 
 Each line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
 "content": "..."}, ...]}; chat.jsonl is a sample, whose replies end with "In short: ...". A tenth of
-it is held out. Each --every steps the held-out loss is computed
-and a checkpoint is saved, from which --resume goes on; the best one is kept at the end. Then the
-adapter is loaded again, answers a held-out question, and is written as vLLM serves it.
+it is held out. Each --every steps the held-out loss is computed and a checkpoint is saved, from
+which --resume goes on; the best one is kept at the end. Then the adapter is loaded again, answers a
+held-out question, and is written as vLLM serves it.
 
 The loss is on the assistant's tokens alone. TRL knows which these are for the chat templates of
-Qwen3, gpt-oss, GLM-4.5 and many more. For any other template, each reply becomes a row, with the
-messages before it as its prompt.
-
---pack puts whole conversations one after another into rows of --seq tokens: fewer and fuller steps.
+Qwen3, gpt-oss, GLM-4.5 and many more. For any other, each reply becomes a row, with the messages
+before it as its prompt. --pack puts whole conversations one after another into rows.
 """
 
 import argparse
