@@ -132,7 +132,7 @@ def recompute(model: Any) -> None:
 
 def train(
     model: Any, optimizer: Any, draw: Callable[[int], Tensor], steps: int, **more: Any
-) -> tuple[list[float], Tensor]:
+) -> tuple[list[float], list[float]]:
     """Train on the tokens that `draw` returns for each step; return the seconds and the losses."""
     seconds, losses = [], []
     for number in range(steps):
@@ -145,10 +145,10 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         synchronize(ids.device)
         seconds.append(time.perf_counter() - start)
-        losses.append(loss.detach().float())
-    if not torch.stack(losses).isfinite().all():
+        losses.append(loss.item())  # at once: a graph's next replay writes where it lies
+    if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
-    return seconds, torch.stack(losses)
+    return seconds, losses
 
 
 def times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
@@ -183,9 +183,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def release(device: torch.device) -> None:
-    """Give back what nobody holds any more, and measure the peak from here."""
-    release_workspace()
+def release(device: torch.device, workspace: bool = False) -> None:
+    """Give back what nobody holds any more, and measure the peak from here.
+
+    The kernels' workspace too, between models: graphs that were recorded hold its addresses.
+    """
+    if workspace:
+        release_workspace()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

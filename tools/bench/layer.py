@@ -50,7 +50,7 @@ def main() -> None:
             setting = f"tokens={tokens} r={options.rank} peer={peer}"
             setting += f" {'mxfp4' if peer == 'mxfp4' else 'nf4+double'} bf16"
             rows = Rows(options, "tiny" if options.tiny else options.shape, setting)
-            release(options.device)
+            release(options.device, workspace=True)
             with rows.attempt(peer in OURS):
                 measure(peer, options, tokens, rows)
 

@@ -82,7 +82,7 @@ def forget(folder: Path) -> None:
 def measure(way: str, folder: Path, options: argparse.Namespace, save_to: Path) -> dict[str, float]:
     """Load once in this process, and save what streaming loads."""
     device: torch.device = options.device
-    arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}}
+    arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": str(device)}}
     packing = arguments | {"quantization_config": quantization()}
     with tempfile.TemporaryDirectory() as small, moe_qlora.enabled():  # what a first load starts
         tiny: Any = tiny_model("qwen3_moe")

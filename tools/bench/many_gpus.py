@@ -115,15 +115,15 @@ def _run(engine: str, options: argparse.Namespace) -> dict[str, Any]:
         return ids
 
     seconds, losses = common.train(model, optimizer, draw, options.warmup + options.steps)
-    distributed.all_reduce(losses)
-    losses /= ranks
+    distributed.all_reduce(means := torch.tensor(losses, device=device) / ranks)
+    losses = means.tolist()
     if rank == 0:
-        for step, both in enumerate(zip(seconds, losses.tolist(), strict=True)):
+        for step, both in enumerate(zip(seconds, losses, strict=True)):
             print("step {}: {:.3f} s, {:.4f}".format(step, *both))
     low, middle, high = percentiles(seconds[options.warmup :])
     figures |= {"step_s": middle, "step_p20": low, "step_p80": high}
     figures |= {"tokens_per_s": ranks * shape[0] * shape[1] / middle}
-    figures |= {"first_loss": float(losses[0]), "last_loss": float(losses[-1])}
+    figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
     figures |= {"train_peak_gb": peak(device) / GB}
     if options.profile:
         from torch.profiler import profile

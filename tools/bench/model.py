@@ -59,10 +59,9 @@ def main() -> None:
         layers = config.get_text_config().num_hidden_layers
         rows = Rows(options, name, _setting(peer, options, layers))
         torch.manual_seed(0)
-        release(options.device)
+        release(options.device, workspace=True)
         with rows.attempt(peer == "ours"):
             run(peer, options, config, rows)
-    release(options.device)
 
 
 def training_parser(doc: str | None, out: str) -> argparse.ArgumentParser:
@@ -235,8 +234,8 @@ def train(model: Any, options: argparse.Namespace, rows: Rows) -> None:
     seconds = seconds[options.warmup :]
     rows.add("step", "s", *seconds)
     rows.add("throughput", "tokens/s", *(shape[0] * shape[1] / step for step in seconds))
-    rows.add("first loss", "nats", float(losses[0]))
-    rows.add("last loss", "nats", float(losses[-1]))
+    rows.add("first loss", "nats", losses[0])
+    rows.add("last loss", "nats", losses[-1])
     if device.type == "cuda":
         rows.add("peak in training", "bytes", peak(device))
         rows.add("reserved in training", "bytes", torch.cuda.max_memory_reserved(device))

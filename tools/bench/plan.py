@@ -92,7 +92,7 @@ def measure(case: Case, options: argparse.Namespace) -> None:
         f"{case.kind}{'' if case.kind == 'int8' else '+double'} vocab={config.vocab_size}"
     )
     rows = Rows(options, f"plan-{case.model}", setting)
-    release(device)
+    release(device, workspace=True)
     before = allocated(device)
     model = build(config, case, device)
     weights = allocated(device) - before
@@ -137,7 +137,7 @@ def build(config: Any, case: Case, device: torch.device) -> Any:
         model.is_loaded_in_4bit = True
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    release(device)
+    release(device, workspace=True)
     return model
 
 
@@ -156,7 +156,7 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> None:
         parameter.data = parameter.data.to(getattr(torch, case.adapter_dtype))
     optimizer, shape = OPTIMIZERS[case.optimizer](trained), (case.batch, seq)
     vocabulary = model.config.vocab_size
-    release(device)
+    release(device, workspace=True)
     common.train(model, optimizer, lambda _: torch.randint(vocabulary, shape, device=device), 3)
 
 
