@@ -11,7 +11,6 @@ architecture, installed or not, from metadata alone. Nothing is installed.
 import re
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ PAGE, MARK = ROOT / "moe_qlora/docs/trainers.md", "Resolved by `bash tools/resol
 OF_TORCH = re.compile(r"triton|(nvidia|cuda)-.*")
 
 
-def main() -> None:
-    start = time.monotonic()
+def check() -> None:
+    """Resolve what CI checks."""
     low, high = (int(version.partition(".")[2]) for version in PYTHON)
     pythons = [f"3.{minor}" for minor in range(low, high + 1)]
     for python in pythons:
@@ -40,7 +39,6 @@ def main() -> None:
             check_ranges(python, f"--resolution={way}", "--extra=kernels")
     # Some of what axolotl pins exists as source only.
     check_ranges(pythons[-1], "--extra=axolotl", "--build")
-    print(f"All is installable: {time.monotonic() - start:.0f} s")
 
 
 def check_constraints(python: str, platform: str) -> None:
@@ -113,6 +111,6 @@ def resolve(
 
 if __name__ == "__main__":
     try:
-        write_hosts() if "--hosts" in sys.argv else main()
+        write_hosts() if "--hosts" in sys.argv else check()
     except ResolveError as error:
         sys.exit(f"resolve: {error}")

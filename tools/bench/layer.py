@@ -24,13 +24,15 @@ import peft
 import torch
 from common import FLOPS, Rows, parser_of, peak, release, times, words
 from model import build as build_whole
-from shapes import quantization, random_mxfp4, whole_config
+from shapes import quantization, whole_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
 from moe_qlora.kernels import cards, workspace
 from moe_qlora.packing import parametrize
+from moe_qlora.packing.mxfp4 import MXFP4
+from moe_qlora.packing.settings import CodecSettings
 
 PEERS = ("ours", "frozen", "peft")
 OURS = ("ours", "mxfp4", "portable")
@@ -71,8 +73,13 @@ def prepare(peer: str, options: argparse.Namespace, model: Any, name: str) -> tu
     """Turn the model into the peer's; returns its experts, and the adapters' weights."""
     for param in moe_qlora.detect(model) if peer == "mxfp4" else ():
         owner = model.get_submodule(param.module_name)
-        weight = getattr(owner, param.parameter_name)
-        packed = random_mxfp4(weight.shape, bool(owner.is_transposed), weight.device)
+        shape, settings = param.shape, CodecSettings("mxfp4", stored_transposed=owner.is_transposed)
+        draw, numel, device = torch.randint, torch.Size(shape).numel(), options.device
+        codes = draw(256, (numel // 2,), device=device, dtype=torch.uint8)
+        exponents = draw(
+            119, 122, (numel // 32,), device=device, dtype=torch.uint8
+        )  # std near 0.02
+        packed = MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)
         parametrize.attach(owner, param.parameter_name, packed)
     if peer in OURS:
         moe_qlora.quantize_experts(model, quantization())

@@ -1,7 +1,7 @@
 """Models and checkpoints of random weights in published sizes, for every benchmark."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
 from moe_qlora.models import named
-from moe_qlora.packing.mxfp4 import MXFP4
-from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import model_class, tiny_config
 
 Encode = Callable[[str, tuple[int, ...], Any], dict[str, torch.Tensor]]
@@ -98,15 +96,3 @@ def write_tokenizer(folder: Path) -> Any:
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks)
     saved.save_pretrained(folder)
     return saved
-
-
-def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:
-    """A packed weight of random MXFP4 codes that decodes to `shape` in bf16, std about 0.02.
-
-    Codes run along the input: the second dimension of a transposed (E, in, out), else the third.
-    """
-    numel = torch.Size(shape).numel()
-    codes = torch.randint(256, (numel // 2,), device=device, dtype=torch.uint8)
-    exponents = torch.randint(119, 122, (numel // 32,), device=device, dtype=torch.uint8)
-    settings = CodecSettings("mxfp4", stored_transposed=transposed)
-    return MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)
