@@ -32,7 +32,7 @@ STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = run_all  # dataclasses look there
+sys.modules[spec.name] = run_all
 spec.loader.exec_module(run_all)
 from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
 
@@ -62,19 +62,13 @@ def one_rank(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data of each kind; models are written beside them when a recipe asks for one."""
-    root = tmp_path_factory.mktemp("recipes")
-    for kind, make in run_all.DATA.items():
-        lines = [json.dumps(make(i)) for i in range(3 if kind == "text" else 20)]
-        (root / f"{kind}.jsonl").write_text("\n".join(lines))
+    run_all.write_data(root := tmp_path_factory.mktemp("recipes"), 20)
+    lines = (root / "text.jsonl").read_text().splitlines()
+    (root / "text.jsonl").write_text("\n".join(lines[:3]))
     return root
 
 
-def model_of(kind, folder):
-    """The folder of a tiny model of this kind, made on first use."""
-    model = folder / kind
-    if not model.exists():
-        run_all.write_model(model, kind, tiny=True)
-    return model
+model_of = partial(run_all.model_of, tiny=True)
 
 
 LENGTHS = {"tasks": "--length 8", "pairs": "--seq 48", "text": "--seq 16", "chats": "--seq 64"}

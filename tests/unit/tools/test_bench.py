@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-BENCH = ROOT / "tools/bench"
+BENCH = Path(__file__).parents[3] / "tools/bench"
 REQUIRED = (
     *("date", "commit", "gpu", "torch", "triton", "bitsandbytes", "transformers", "peft"),
     *("p20", "p50", "p80"),
@@ -20,9 +19,8 @@ REQUIRED = (
 def called(monkeypatch, script, *arguments):
     """Run a benchmark, in this process."""
     monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.setattr(
-        sys, "argv", [f"{script}.py", "--tiny", "--device", "cpu", *map(str, arguments)]
-    )
+    argv = [f"{script}.py", "--tiny", "--device", "cpu", *map(str, arguments)]
+    monkeypatch.setattr(sys, "argv", argv)
     runpy.run_path(str(BENCH / f"{script}.py"), run_name="__main__")
 
 
@@ -76,8 +74,7 @@ def test_a_tiny_layer_beside_its_peers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted((BENCH / "results").glob("*.csv")), ids=lambda p: p.name)
 def test_every_result_says_where_it_comes_from(path):
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(path)
     assert rows
     for row in rows:
         required = REQUIRED[:4] if path.name.startswith("two_gpu") else REQUIRED

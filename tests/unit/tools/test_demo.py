@@ -12,44 +12,32 @@ import pytest
 import transformers
 
 ROOT = Path(__file__).parents[3]
-sys.path.append(str(ROOT))
 
 
 @pytest.fixture
-def demo(monkeypatch):
-    """A function that runs the demo as a program, in this process."""
-
-    def call(*arguments: object) -> object:
-        monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / "tools/demo.py"), run_name="__main__")
-        return stop.value.code
-
+def logs_as_they_were():
     level = transformers.logging.get_verbosity()
-    loggers = {name: logging.getLogger(name) for name in ("bitsandbytes", "moe_qlora")}
-    levels = {name: logger.level for name, logger in loggers.items()}
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both stay as they are when the test is over
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    loggers = [logging.getLogger(name) for name in ("bitsandbytes", "moe_qlora")]
+    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        yield call
-    for name, logger in loggers.items():
-        logger.setLevel(levels[name])
+        yield
+    for logger, was in zip(loggers, levels, strict=True):
+        logger.setLevel(was)
     transformers.logging.set_verbosity(level)
     transformers.logging.enable_progress_bar()
 
 
-def test_demo(tmp_path, demo, capsys):
-    assert demo("--quick", "--out", tmp_path) == 0
+@pytest.mark.usefixtures("logs_as_they_were")
+def test_demo(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both stay as they are when the test is over
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "tools/demo.py"), run_name="__main__")
+    assert stop.value.code == 0
     said = capsys.readouterr().out
     assert "4 expert parameters quantized" in said
     assert "times less memory, and the loss" in said
     assert max(map(len, said.splitlines())) <= 80
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "adapter/adapter_model.safetensors").is_file()
-
-    second = ("--quick", "--model", tmp_path / "model", "--steps", 10, "--out", tmp_path / "two")
-    assert demo(*second) == 0
-    said = capsys.readouterr().out
-    assert "the loss" in said and "from scratch" not in said
-    assert max(map(len, said.splitlines())) <= 80
-    assert (tmp_path / "two/loss.png").is_file()
