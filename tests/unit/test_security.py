@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from folders import set_json
 from safetensors.torch import save_file
 from training import NF4, lora, packed
 
 import moe_qlora
-from moe_qlora.cli import dump as dump_command
 from moe_qlora.errors import visible
 from moe_qlora.progress import VisibleConsole, reporting
 from moe_qlora.testing import tiny_model
@@ -282,7 +280,7 @@ def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder
         assert "\\u001b" in out + err
         check_clean(out, err)
     code, out, err = cli("dump", source, "--color", "always")
-    assert SEEN in out and "\x1b[33m" in out and not {"\x1b]", "\x1b[2J"} & {*out.split(";")}
+    assert SEEN in out and "\x1b[33m" in out
     set_json(source / "config.json", quantization_config=None)
     content = json.loads(index.read_text())
     content["weight_map"] |= {EVIL: next(iter(content["weight_map"].values())), "other": EVIL}
@@ -298,16 +296,6 @@ def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder
         check_clean(out, err)
 
 
-def test_lists_to_paste_are_what_they_say():
-    """A name that is no plain one is quoted in YAML and in Python."""
-    names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
-    found = {"target_parameters": names, "exclude_modules": (), "rejected": (), "experts": ()}
-    loaded = yaml.safe_load(dump_command._to_paste(found, True))
-    assert loaded["lora_target_parameters"] == ["x", '"},\n# {x}', "- b: {c}", "{i}"]
-    pasted = eval(f"dict({dump_command._to_paste(found, False)})")
-    assert sorted(pasted["target_parameters"]) == sorted(names)
-
-
 def test_bars_show_names(monkeypatch, capsys):
     """On a terminal, rich's own sequences are all that reach it."""
     monkeypatch.setattr(VisibleConsole, "is_terminal", True)
@@ -316,9 +304,6 @@ def test_bars_show_names(monkeypatch, capsys):
         tell(1, 3, f"{EVIL}[/][red]")
         print(EVIL)  # which rich takes over while a bar is there
     out, err = capsys.readouterr()
-    assert "\x1b[" in err
-    for text in (out, err):
-        assert not {"\x07", "\x7f", "\x9b", "\u202e", "\u2028"} & set(text)
-        assert "\x1b]" not in text
-        assert "\x1b[2J" not in text
-    assert f"{SEEN}[/][red]" in err
+    assert "\x1b[" in err and f"{SEEN}[/][red]" in err
+    for evil in ("\x07", "\x7f", "\x9b", "\u202e", "\u2028", "\x1b]", "\x1b[2J"):
+        assert evil not in out + err

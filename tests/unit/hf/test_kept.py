@@ -17,13 +17,14 @@ from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_inputs
+from tests.helpers import training
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
 from tests.helpers.plans import plan
-from tests.helpers.training import adapted, train
+from tests.helpers.small_models import slow_delta
+from tests.helpers.training import adapted, loaded, train
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-NF4 |= {"bnb_4bit_compute_dtype": torch.bfloat16}
+NF4 = {**training.NF4, "bnb_4bit_compute_dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,14 @@ def folders(tmp_path_factory):
     return root
 
 
-def load(folder, **kwargs):
-    with moe_qlora.enabled(keep_codes=kwargs.pop("keep_codes", True)):
-        config = kwargs.pop("config", None)
-        given = {} if config is None else {"quantization_config": config}
-        return AutoModelForCausalLM.from_pretrained(folder, **given, **kwargs)
+def load(folder: Any, keep_codes: bool = True) -> Any:
+    with moe_qlora.enabled(keep_codes=keep_codes):
+        return loaded(folder, NF4, dtype="auto")
 
 
 @pytest.fixture(scope="module")
 def kept(folders):
-    return load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+    return load(folders / "maker")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def packed_of(model) -> dict[str, Any]:
 
 def test_codes_are_those_of_the_folder(folders, monkeypatch):
     monkeypatch.setattr("moe_qlora.hf.fill.SLICE_BYTES", 1)
-    kept = load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+    kept = load(folders / "maker")
     stored = load_file(folders / "maker" / "model.safetensors")
     expected = load_file(folders / "plain" / "model.safetensors")
     weights = packed_of(kept)
@@ -80,12 +79,12 @@ def test_codes_are_those_of_the_folder(folders, monkeypatch):
 
 @pytest.fixture(scope="module")
 def nf4(folders):
-    return load(folders / "maker", config=BitsAndBytesConfig(**NF4), keep_codes=False)
+    return load(folders / "maker", keep_codes=False)
 
 
 def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
     with pytest.warns(UserWarning, match="keep_codes=True: the checkpoint holds no experts in MX"):
-        model = load(folders / "plain", config=BitsAndBytesConfig(**NF4))
+        model = load(folders / "plain")
     for each in (model, nf4):
         assert {packed.kind for packed in packed_of(each).values()} == {"nf4"}
 
@@ -99,8 +98,7 @@ def test_counts_bytes_and_plans(folders, kept, nf4, saved):
     assert kept.get_memory_footprint() == others + experts
     bytes_of = partial(plan, seq=64, search=False)
     assert bytes_of(kept).resident == bytes_of(saved).resident == others + experts
-    config = BitsAndBytesConfig(**NF4)
-    assert bytes_of(folders / "maker", config).resident < others + experts
+    assert bytes_of(folders / "maker", BitsAndBytesConfig(**NF4)).resident < others + experts
 
 
 def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
@@ -108,8 +106,7 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
     assert manifest.version == 3 and manifest.codec["kind"] == "nf4"
     config = json.loads((saved / "config.json").read_text())
     assert config["moe_qlora"]["format_version"] == 3
-    with moe_qlora.enabled():
-        again = AutoModelForCausalLM.from_pretrained(saved)
+    again = loaded(saved, None, dtype="auto")
     torch.testing.assert_close(kept.state_dict(), again.state_dict(), rtol=0, atol=0)
     for name, packed in packed_of(again).items():
         assert packed.kind == "mxfp4" and packed.dtype == torch.bfloat16
@@ -161,15 +158,9 @@ def test_merges(folders, saved, adapter, tmp_path, base, like_training):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
-def added(wrapper, leaf, weight):
-    """W + s B A of each expert, by hand in fp32."""
+def added(wrapper: Any, leaf: str, weight: torch.Tensor) -> torch.Tensor:
+    """W + s B A of each expert, in fp32."""
     while wrapper.parameter_name != leaf:
         wrapper = wrapper.base_layer
-    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
-    experts = len(weight)
-    a = a.detach().float().view(experts, -1, a.shape[1])
-    b = b.detach().float().view(b.shape[0], -1, experts)
-    total = weight.float()
-    for expert in range(experts):
-        total[expert] += (b[:, :, expert] @ a[expert]).t() * wrapper.scaling["default"]
-    return total.bfloat16()
+    factors = (wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight)
+    return (weight.float() + slow_delta(wrapper, *factors)).detach().bfloat16()
