@@ -78,9 +78,7 @@ def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_plain_base_gives_what_stock_peft_merges_in_memory(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_a_plain_base_gives_what_stock_peft_merges_in_memory(model_type, tmp_path):
     model: Any = testing.tiny_model(model_type)
     kind, inputs = type(model), testing.tiny_inputs(model)
     model.save_pretrained(tmp_path / "base")
@@ -96,9 +94,7 @@ def test_a_plain_base_gives_what_stock_peft_merges_in_memory(
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(model_type, tmp_path):
     testing.tiny_model(model_type).save_pretrained(tmp_path / "base")
     model = packed(model_type, SETTINGS["int8" if model_type in ("mixtral", "gpt_oss") else "nf4"])
     model.save_pretrained(tmp_path / "packed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import runpy
 import shlex
@@ -114,7 +113,7 @@ def test_messages_under_troubleshooting_are_real():
 
 
 # The Python of the pages. The blocks of one run in order, as one script, in a folder that holds a
-# tiny model under the name that the pages give theirs; but blocks under `<!-- not run: the reason -->`
+# tiny model under the name that the pages give theirs. Blocks under `<!-- not run: the reason -->`
 # are compiled, and what they take from other modules must be there.
 FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 STAND_INS = {
@@ -192,20 +191,12 @@ def test_names_of_what_is_not_run(file):
 
 
 def unknown_names(code: str) -> list[str]:
-    """What a block imports or takes from moe_qlora and is not there, and its wrong arguments."""
-    tree, wrong, known = ast.parse(code), [], {"moe_qlora": moe_qlora}
-    for node in ast.walk(tree):
+    """What a block imports, or takes from moe_qlora, and is not there."""
+    wrong: list[str] = []
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and find_spec(str(node.module).split(".")[0]):
             module = import_module(str(node.module))
-            known |= {a.name: getattr(module, a.name, None) for a in node.names}
-            wrong += [a.name for a in node.names if known[a.name] is None]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moe_qlora":
+            wrong += [a.name for a in node.names if not hasattr(module, a.name)]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moe_qlora":
             wrong += [node.attr] * (not hasattr(moe_qlora, node.attr))
-        if isinstance(node, ast.Call):
-            first, _, rest = ast.unparse(node.func).partition(".")
-            function = getattr(known.get(first), rest, None) if rest else known.get(first)
-            takes = inspect.signature(function).parameters if callable(function) else {}
-            if takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-                wrong += [f"{k.arg}=" for k in node.keywords if k.arg and k.arg not in takes]
     return wrong

@@ -167,16 +167,6 @@ def test_codecs_are_asked_and_not_named():
     assert not compared, compared
 
 
-def test_every_folder_is_shipped():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    shipped = set(project["tool"]["setuptools"]["packages"])
-    there = {
-        "moe_qlora" + "".join(f".{part}" for part in file.parent.relative_to(PACKAGE).parts)
-        for file in FILES
-    }
-    assert shipped == there | {"moe_qlora.model_registry"}
-
-
 # One statement of the versions, moe_qlora/versions.py: what else names them is held to it.
 TESTED = {**REQUIRED, **OPTIONAL}
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from folders import set_json
 from safetensors.torch import save_file
 from training import NF4, lora, packed
 
 import moe_qlora
+from moe_qlora.cli import dump as dump_command
 from moe_qlora.errors import visible
-from moe_qlora.progress import VisibleConsole, reporting
 from moe_qlora.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -256,15 +257,12 @@ SEEN = "\\u001b]0;owned\\u0007\\u001b[2J\\u007f\\u009b31m\\u202e\\u2028"
 
 
 def check_clean(*texts: str) -> None:
-    for text in texts:
-        left = [char for char in text if not char.isprintable() and char != "\n"]
-        assert not left, text
+    assert not [char for char in "".join(texts) if not char.isprintable() and char != "\n"]
 
 
 def test_visible():
     assert visible(EVIL) == SEEN
-    assert visible("a\nb\tc") == "a\\u000ab\\u0009c"
-    assert visible("a\nb", keep="\n") == "a\nb"
+    assert visible("a\nb\tc") == "a\\u000ab\\u0009c" and visible("a\nb", keep="\n") == "a\nb"
     assert visible(os.fsdecode(b"\xff") + "\U000e0041") == "\\udcff\\U000e0041"
     plain = "model.layers.0, \u00e9\u4e2d\U0001f600"
     assert visible(plain) == plain
@@ -296,14 +294,10 @@ def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder
         check_clean(out, err)
 
 
-def test_bars_show_names(monkeypatch, capsys):
-    """On a terminal, rich's own sequences are all that reach it."""
-    monkeypatch.setattr(VisibleConsole, "is_terminal", True)
-    monkeypatch.setenv("TERM", "xterm")
-    with reporting(True, "doing", "done", stderr=True) as tell:
-        tell(1, 3, f"{EVIL}[/][red]")
-        print(EVIL)  # which rich takes over while a bar is there
-    out, err = capsys.readouterr()
-    assert "\x1b[" in err and f"{SEEN}[/][red]" in err
-    for evil in ("\x07", "\x7f", "\x9b", "\u202e", "\u2028", "\x1b]", "\x1b[2J"):
-        assert evil not in out + err
+def test_lists_to_paste_quote_names_that_are_no_plain_ones():
+    names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
+    found = {"target_parameters": names, "exclude_modules": (), "rejected": (), "experts": ()}
+    loaded = yaml.safe_load(dump_command._to_paste(found, True))
+    assert loaded["lora_target_parameters"] == ["x", '"},\n# {x}', "- b: {c}", "{i}"]
+    pasted = eval(f"dict({dump_command._to_paste(found, False)})")
+    assert sorted(pasted["target_parameters"]) == sorted(names)

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from folders import bits, check_folder, contents
+from tqdm.std import tqdm
 from training import loaded, packed
 
 from moe_qlora.checkpoint import folder as staging
@@ -81,6 +83,31 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def forked(work: Callable[[], object]) -> int:
+    """Do `work` in a copy of this process, which says nothing; return its exit status.
+
+    Its tqdm has a lock of its own: the stock one is a semaphore between processes, which a copy
+    that dies while it draws would keep for ever.
+    """
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        torch.set_num_threads(1)  # the others are not copied
+        lock, classes = threading.RLock(), [tqdm]
+        for cls in classes:
+            cls.set_lock(lock)
+            classes += cls.__subclasses__()
+        work()
+        status = 0
+    finally:
+        os._exit(status)
+
+
 def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> None:
     """`act` just before this process's `stop`-th change of the disk below `root`.
 
@@ -111,7 +138,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
 
 
 def stopped(
-    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
+    saves: Saves, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
 ) -> Iterator[tuple[int, int, str]]:
     """Save the second model once for each change, or some: `stop`, exit code, what is held."""
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
@@ -128,7 +155,7 @@ def stopped(
     while changes >= stop:
         stop += step
         saves.start(existing)
-        status = copied(work).ended()
+        status = forked(work)
         changes = int.from_bytes(os.pread(report, 8, 0), "little")
         yield stop, status, saves.held(existing)
     os.close(report)
@@ -138,11 +165,9 @@ def stopped(
 @pytest.mark.parametrize(
     ("existing", "step"), [(False, 5), (True, 3)], ids=["new folder", "existing folder"]
 )
-def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, step):
+def test_killed_before_changes_of_the_disk(saves, tmp_path, existing, step):
     seen = []
-    for stop, status, holds in stopped(
-        saves, copied, tmp_path, existing, lambda: os._exit(KILLED), step
-    ):
+    for stop, status, holds in stopped(saves, tmp_path, existing, lambda: os._exit(KILLED), step):
         assert status in (0, KILLED)
         seen.append(holds)
         if holds == "new" and seen.count("new") == 1:
@@ -157,9 +182,9 @@ def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, st
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, copied, tmp_path):
+def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, tmp_path):
     refused, stuck = [], 0
-    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full, 3):
+    for stop, status, holds in stopped(saves, tmp_path, True, disk_full, 3):
         assert status == REFUSED or (status, holds) == (0, "new"), f"at change {stop}"
         refused += [holds] if status == REFUSED else []
         if saves.staged():  # its removal was what failed: the next save removes it

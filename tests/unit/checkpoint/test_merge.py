@@ -43,7 +43,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 SHARDED = "40KB"
-DAMAGED = "adapter_config.json is damaged"
 
 
 def save(model: Any, folder: Path, **settings: Any) -> Path:
@@ -84,29 +83,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def other_base(folders: Path, tmp_path: Path, weights: dict[str, Tensor]) -> Path:
-    """A base of the same configuration whose tensors are in one file."""
-    base = tmp_path / "base"
-    base.mkdir()
-    shutil.copyfile(folders / "base" / "config.json", base / "config.json")
-    save_file(weights, base / "model.safetensors", {"format": "pt"})
-    return base
-
-
-def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
-    """A copy of the adapter with other settings."""
-    shutil.copytree(folders / "adapter", target)
-    set_json(target / "adapter_config.json", **fields)
-    return target
-
-
-def noted(folders: Path, target: Path, kind: str, *linears: str, **fields: Any) -> Path:
-    """A copy of the adapter with a note of what was packed as it was trained."""
-    note = {"format_version": 1, "experts": ["model.layers.0.mlp.experts.down_proj"]}
-    note["codec"] = {"kind": kind, "double_quant": False, "blocksize": 64}
-    changed_config(folders, target)
-    set_json(target / "moe_qlora_adapter.json", **{**note, "linears": linears, **fields})
-    return target
+def note(root: Path, kind: str, *linears: str, **fields: Any) -> None:
+    """Note in the adapter's folder what was packed as it was trained."""
+    codec = {"kind": kind, "double_quant": False, "blocksize": 64}
+    experts = ["model.layers.0.mlp.experts.down_proj"]
+    said = {"format_version": 1, "codec": codec, "experts": experts, "linears": linears}
+    set_json(root / "adapter" / "moe_qlora_adapter.json", **{**said, **fields})
 
 
 def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
@@ -195,19 +177,6 @@ def test_settings_of_the_adapter(family, settings, tmp_path, monkeypatch):
         assert bool((merged["model.layers.0.self_attn.q_proj.bias"] == 0.25).all())
 
 
-def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> None:
-    """transformers unties them as it loads; so a change of one is a change of one."""
-    model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
-    save(model, tmp_path / "base")
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    edit(tmp_path / "base", lambda held: held.update({head: held[embedding] + 1}))
-    weights = tensors(tmp_path / "base")
-    adapt(model, tmp_path / "adapter", linears=["embed_tokens"])
-    merged = merge(tmp_path)
-    assert torch.equal(merged[head], weights[head])
-    assert not torch.equal(merged[embedding], weights[embedding])
-
-
 def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
     """As published Qwen3-VL checkpoints are, which transformers itself writes the other way."""
     model: Any = testing.tiny_model("qwen3_vl_moe")
@@ -226,57 +195,81 @@ def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
 # What is refused
 
 
-def refuses(
-    error: type[Exception], match: str, base: Path, adapter: Path, out: Path, **settings: Any
-) -> None:
+@pytest.fixture
+def root(folders: Path, tmp_path: Path) -> Path:
+    """A copy of base and adapter that a test may spoil."""
+    for name in ("base", "adapter"):
+        shutil.copytree(folders / name, tmp_path / name)
+    return tmp_path
+
+
+def refuses(error: type[Exception], match: str, root: Path, **settings: Any) -> None:
     with pytest.raises(error, match=match) as caught:
-        moe_qlora.merge_adapter(base, adapter, out, **settings)
+        merge(root, **settings)
     assert "\n" not in str(caught.value)
-    assert not out.exists() and not list(out.parent.glob(".*.partial"))
+    assert not (root / "out").exists() and not list(root.glob(".*.partial"))
 
 
-Places = Callable[[Path, Path], tuple[Path, Path]]
-"""Gives base and adapter of a refused merge, given `folders` and `tmp_path`."""
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+Spoil = Callable[[Path], Any]
 Change = Callable[[dict[str, Tensor]], Any]
 
 
-def fields(**settings: Any) -> Places:
-    """The adapter with other settings."""
-    return lambda f, tmp: (f / "base", changed_config(f, tmp / "adapter", **settings))
+def fields(**settings: Any) -> Spoil:
+    return lambda root: set_json(root / "adapter" / "adapter_config.json", **settings)
 
 
-def weights(change: Change) -> Places:
-    """The adapter with other tensors."""
-    return lambda f, tmp: (f / "base", edit(changed_config(f, tmp / "adapter"), change))
+def weights(change: Change) -> Spoil:
+    return lambda root: edit(root / "adapter", change)
 
 
-def stored(change: Change) -> Places:
-    """A base with other tensors."""
-    return lambda f, tmp: (edit(other_base(f, tmp, tensors(f / "base")), change), f / "adapter")
+def stored(change: Change) -> Spoil:
+    """A base with other tensors, in one file."""
+
+    def spoil(root: Path) -> None:
+        held = tensors(root / "base")
+        for file in (root / "base").glob("model*"):
+            file.unlink()
+        change(held)
+        save_file(held, root / "base" / "model.safetensors", {"format": "pt"})
+
+    return spoil
 
 
-def of_bitsandbytes(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
-    base = other_base(folders, tmp_path, {})
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    set_json(base / "config.json", quantization_config=said)
-    return base, folders / "adapter"
+def replaced(folder: str, *by: str) -> Spoil:
+    """A folder that is another, or an empty one."""
+
+    def spoil(root: Path) -> None:
+        shutil.rmtree(root / folder)
+        shutil.copytree(root / by[0], root / folder) if by else (root / folder).mkdir()
+
+    return spoil
 
 
 def each(part: str, change: Callable[[dict[str, Tensor], str], Any]) -> Change:
     return lambda held: [change(held, key) for key in list(held) if re.search(part, key)]
 
 
+PACKED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 WIDEN = each("", lambda held, key: held.update({key: torch.cat([held[key]] * 2, dim=1)}))
 MOVE = each(Q_PROJ, lambda held, k: held.update({k.replace("s.0", "s.9"): held.pop(k)}))
 WRONG: Change = lambda held: held.update({"base_model.model.lm_head.weight": torch.zeros(2, 8)})  # noqa: E731
 SPOIL = each("experts.*lora_A", lambda held, key: held[key].fill_(math.inf))
 LOSE = each(r"layers\.1.*\.experts\.3\.", lambda held, key: held.pop(key))
 CAST = each("0.self_attn.q_proj", lambda held, key: held.update({key: held[key].char()}))
-REFUSED: list[tuple[str, Places]] = [
-    ("holds an adapter and no model", lambda f, tmp: (f / "adapter", f / "adapter")),
-    ("is no adapter: it has no", lambda f, tmp: (f / "base", tmp)),
-    ("is no folder", lambda f, tmp: (tmp / "nothing", f / "adapter")),
+FOLDERS: list[tuple[str, Spoil]] = [
+    ("holds an adapter and no model", replaced("base", "adapter")),
+    ("is no adapter: it has no", replaced("adapter")),
+    ("is no folder", lambda root: shutil.rmtree(root / "base")),
+    ("adapter_config.json is damaged", fields(rank_pattern={"(": 3})),
+    (r"1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, ", stored(LOSE)),
+    ("q_proj.weight is torch.int8, which an adapter", stored(CAST)),
+    (
+        r"is quantized \(bitsandbytes\); name the 16-bit checkpoint",
+        lambda root: set_json(root / "base" / "config.json", quantization_config=PACKED),
+    ),
+]
+ADAPTERS: list[tuple[str, Spoil]] = [
     ("holds a LOHA adapter", fields(peft_type="LOHA")),
     ("use_dora=True.*norm", fields(use_dora=True)),
     ("init_lora_weights=pissa", fields(init_lora_weights="pissa")),
@@ -284,26 +277,21 @@ REFUSED: list[tuple[str, Places]] = [
     (r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4", fields(r=4)),
     ("one of 2 LoRA layers on .*, of which", fields(target_parameters=["gate_up_proj"])),
     ("gate.weight, for which the file", fields(target_parameters=[*EXPERTS, "mlp.gate.weight"])),
-    (DAMAGED, fields(rank_pattern={"(": 3})),
     (r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(", weights(WIDEN)),
     ("lora_A.weight lacks its other half", weights(lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"))),
     (r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module", weights(MOVE)),
     (r"head.weight \(2, 8\) replaces .* of shape \(\d+, 64\)", weights(WRONG)),
     (r"Merged, model.layers.*down_proj.weight holds NaN or inf", weights(SPOIL)),
-    (r"1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, ", stored(LOSE)),
-    ("q_proj.weight is torch.int8, which an adapter", stored(CAST)),
-    (r"is quantized \(bitsandbytes\); name the 16-bit checkpoint", of_bitsandbytes),
 ]
 
 
-@pytest.mark.parametrize(("match", "places"), REFUSED)
-def test_what_cannot_be_merged(match: str, places: Places, folders: Path, tmp_path: Path) -> None:
-    base, adapter = places(folders, tmp_path)
-    of_adapter = adapter == tmp_path / "adapter" and match != DAMAGED
-    refuses(AdapterError if of_adapter else CheckpointError, match, base, adapter, tmp_path / "out")
+@pytest.mark.parametrize(("match", "spoil"), FOLDERS + ADAPTERS)
+def test_what_cannot_be_merged(match: str, spoil: Spoil, root: Path) -> None:
+    spoil(root)
+    refuses(AdapterError if (match, spoil) in ADAPTERS else CheckpointError, match, root)
 
 
-def test_a_conversion_that_cannot_be_undone_is_not_trusted(folders, tmp_path, monkeypatch):
+def test_a_conversion_that_cannot_be_undone_is_not_trusted(root, monkeypatch):
     def swap_halves(model: Any, values: Any, name: str) -> dict[str, Tensor]:
         made = honest(model, values, name)
         keys = [key for key in made if "gate_proj" in key]
@@ -312,40 +300,38 @@ def test_a_conversion_that_cannot_be_undone_is_not_trusted(folders, tmp_path, mo
     honest = conversion.revert
     monkeypatch.setattr(conversion, "revert", swap_halves)
     match = "gate_up_proj cannot be written back as the base has it"
-    refuses(CheckpointError, match, folders / "base", folders / "adapter", tmp_path / "out")
+    refuses(CheckpointError, match, root)
 
 
 # Rounding as in training
 
 
-def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
-    places = folders / "base", folders / "adapter", tmp_path / "out"
-    refuses(ConfigError, "needs the codec that", *places, like_training=True)
+def test_like_training_never_guesses(root: Path) -> None:
     given = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-    refuses(ConfigError, "is for like_training", *places, **given)
-    for number, (fields, match) in enumerate((
-        ({}, "asks for nf4, and .* was trained on int8"),
+    refuses(ConfigError, "needs the codec that", root, like_training=True)
+    refuses(ConfigError, "is for like_training", root, **given)
+    note(root, "int8")
+    said = "asks for nf4, and .* was trained on int8"
+    refuses(ConfigError, said, root, like_training=True, **given)
+    for fields, match in (
         ({"format_version": 2}, "is damaged: format_version is 2"),
         ({"codec": {}}, "is damaged"),
+        ({"dtype": "int4"}, "dtype"),
         ({"experts": ["model.layers.7.mlp.experts.down_proj"]}, "is for a model .*layers.7"),
-    )):  # fmt: skip
-        note = noted(folders, tmp_path / str(number), "int8", **fields)
-        error, more = (CheckpointError, {}) if fields else (ConfigError, given)
-        refuses(error, match, places[0], note, places[2], like_training=True, **more)
+    ):
+        note(root, "int8", **fields)
+        refuses(CheckpointError, match, root, like_training=True)
 
 
-def test_a_note_rounds_what_it_names_and_nothing_else(folders, tmp_path):
+def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, root: Path) -> None:
     v_proj = "model.layers.1.self_attn.v_proj.weight"
-    note = noted(folders, tmp_path / "noted", "int8", v_proj)
-    out = tmp_path / "out"
-    report = moe_qlora.merge_adapter(folders / "base", note, out, like_training=True)
-    assert report.rounded == 2
-    exact, rounded = tensors(folders / "out"), tensors(out)
+    note(root, "int8", v_proj)
+    rounded, exact = merge(root, like_training=True), tensors(folders / "out")
     other = {key for key, value in exact.items() if not torch.equal(value, rounded[key])}
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    weight = tensors(folders / "base")[v_proj].half()  # as bitsandbytes holds them
+    weight = tensors(root / "base")[v_proj].half()  # as bitsandbytes holds them
     packed = codec.pack(weight, CodecSettings("int8"))
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
@@ -357,18 +343,16 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(tmp_path):
     adapted = fill(lora(packed, "q_proj"), 3, 0.1)
     save(adapted, tmp_path / "adapter")
     file = tmp_path / "adapter" / "moe_qlora_adapter.json"
-    note = json.loads(file.read_text())
     merged = merge(tmp_path, like_training=True)
-    file.write_text(json.dumps({key: value for key, value in note.items() if key != "dtype"}))
+    said = json.loads(file.read_text())
+    del said["dtype"]
+    file.write_text(json.dumps(said))
     unrounded = merge(tmp_path, "old", like_training=True)
     save(adapted.merge_and_unload(dtype=torch.float32), tmp_path / "reference")
     reference = tensors(tmp_path / "reference")
     for key in (key for key in reference if "experts" in key or "q_proj" in key):
         assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
         assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
-    set_json(file, **note | {"dtype": "int4"})
-    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
-    refuses(CheckpointError, "dtype", *places, like_training=True)
 
 
 # What it costs

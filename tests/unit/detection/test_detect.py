@@ -93,10 +93,6 @@ EXPERTS = {
         lambda: fused(router=router(4 * E)),
         {"a": ("gate_up", F), "b": ("down", F)},
     ),
-    "parts of a dict": (
-        lambda: module(parts=nn.ModuleDict({"choose": router(), "pool": fused()})),
-        {"parts.pool.a": ("gate_up", F), "parts.pool.b": ("down", F)},
-    ),
     "a module for each matrix": (
         lambda: module(choose=router(), x=matrices(H, I), y=matrices(I, H)),
         {"x.weight": ("up", F), "y.weight": ("down", F)},
@@ -108,24 +104,10 @@ EXPERTS = {
         ),
         {"pool.second": ("up", T), "pool.first": ("down", T)},
     ),
-    "low-rank corrections beside": (
-        lambda: module(
-            u=P(E, 2 * I, H), d=P(E, H, I), u_a=P(E, 2, H), u_b=P(E, 2 * I, 2), router=router()
-        ),
-        {"u": ("gate_up", F), "d": ("down", F)},
-    ),
 }
 
 # A block without experts, and a part of the reason for each of its parameters.
 TRAPS = {
-    "three alike": (
-        lambda: module(x=P(E, I, H), y=P(E, I, H), z=P(E, I, H), r=router()),
-        "no single reading",
-    ),
-    "rows of all experts": (
-        lambda: module(x=P(E * I, H), y=P(E * I, H), z=P(E * I, H), r=router()),
-        "",
-    ),
     "against its module": (
         lambda: module(
             gate=router(), pool=interface(P(E, 2 * I, H), P(E, H, I), is_transposed=True)

@@ -17,7 +17,6 @@ from transformers import (
     DeepseekV3ForCausalLM,
     FineGrainedFP8Config,
 )
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
@@ -25,8 +24,6 @@ from tests.helpers.folders import bits, set_json, tensors
 from tests.helpers.prequantized import write_both
 from tests.helpers.training import NF4, loaded
 
-MERGE = "merge_quantization_configs"
-STOCK = (dict(AUTO_QUANTIZER_MAPPING), AutoHfQuantizer.__dict__[MERGE])
 FP8 = "deepseek_v3 fp8"
 
 Folders = Callable[[str], Path]
@@ -42,16 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         return path if path.exists() else write_both(path, case)
 
     return folder
-
-
-def is_stock() -> bool:
-    return (dict(AUTO_QUANTIZER_MAPPING), AutoHfQuantizer.__dict__[MERGE]) == STOCK
-
-
-@pytest.fixture(autouse=True)
-def _off() -> Any:
-    yield
-    assert is_stock()
 
 
 def load(folder: Path, quantization_config: Any = NF4, **arguments: Any) -> Any:

@@ -9,8 +9,6 @@ from unittest import mock
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from packed_types import MATRIX
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,35 +93,20 @@ def test_int8_equals_vectorwise_quant() -> None:
     assert decoded.dtype == torch.bfloat16 and torch.equal(decoded, expected)
 
 
-KINDS = st.one_of(
-    st.builds(
-        CodecSettings,
-        st.sampled_from(["nf4", "fp4"]),
-        st.booleans(),
-        st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
-    ),
-    st.just(INT8),
-)
-DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-STACKS = st.lists(st.integers(1, 40), min_size=2, max_size=4).filter(lambda s: math.prod(s) < 60000)
-
-
-@settings(max_examples=15, deadline=None)
-@given(STACKS, DTYPES, KINDS, st.integers(64, 5000), st.data())
-def test_any_range_of_any_stack(shape, dtype, kind, limit, data):
-    original = torch.randn(shape).to(dtype)
-    if why_not(original, kind):
-        return
-    packed = pack(original, kind)
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("shape", [(5, 7, 24), (40, 3), (3, 2, 9, 10)])
+def test_any_range_of_any_stack(shape, kind):
+    """Also packed from a view of other strides, in chunks."""
+    original, settings = weight(shape), CodecSettings(kind, double_quant=kind == "nf4")
+    packed = pack(original, settings)
     whole = unpack(packed)
     view = original.movedim(0, -1).contiguous().movedim(-1, 0)
-    with at_most(limit):
-        chunked = pack(view, kind)
+    with at_most(70):
+        chunked = pack(view, settings)
         assert torch.equal(packed.codes.view(torch.uint8), chunked.codes.view(torch.uint8))
         assert torch.equal(whole, unpack(chunked))
-    start = data.draw(st.integers(0, shape[0]))
-    stop = data.draw(st.integers(start, shape[0]))
-    assert torch.equal(unpack_range(packed, start, stop), whole[start:stop])
+    for start, stop in ((0, 1), (1, 3), (2, shape[0]), (3, 3)):
+        assert torch.equal(unpack_range(packed, start, stop), whole[start:stop])
     # One step of the coarsest table is under a third of the block's or row's largest weight; fp4's
     # and the 8-bit absmax table's errors fit in the rest.
     assert (whole.float() - original.float()).abs().max() <= 0.4 * original.float().abs().max()

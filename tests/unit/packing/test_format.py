@@ -1,25 +1,19 @@
-"""The specified format against what is really packed; statistics that decoding could not rely on."""
+"""The format that is specified, and statistics that decoding could not rely on."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers.quantizers.quantizers_utils import should_convert_module
-from upstream import SKIPPED_MODULES
 
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.bnb4bit import RECORD, read_record
 from moe_qlora.packing.codec import pack, restore
-from moe_qlora.packing.selection import is_skipped
 from moe_qlora.packing.settings import (
     CodecSettings,
     packed_nbytes,
@@ -60,26 +54,6 @@ def test_state_dicts_and_blank_weights_are_as_specified(codec, shape):
     pairs = zip((packed.codes, *packed.statistics), (blank.codes, *blank.statistics), strict=True)
     for real, empty in pairs:
         assert empty.is_meta and (empty.dtype, empty.shape) == (real.dtype, real.shape)
-
-
-# Few components, so that patterns hit; names that start as others do, so that boundaries matter.
-COMPONENTS = st.sampled_from(["layers", "0", "1", "11", "mlp", "gate", "gate_proj", "experts"])
-NAMES = st.lists(COMPONENTS, max_size=5).map(".".join)
-PIECES = st.one_of(COMPONENTS, st.sampled_from([*".*+?^$|", "(", ")", r"\.", r"\d", "[01]", "1.m"]))
-PATTERNS = st.one_of(NAMES, st.lists(PIECES, max_size=5).map("".join))
-
-
-@SKIPPED_MODULES
-@settings(max_examples=150, deadline=None)
-@given(NAMES, st.lists(PATTERNS, max_size=3))
-def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:
-    try:
-        expected = not should_convert_module(name, patterns)
-    except re.error:
-        with pytest.raises(re.error):
-            is_skipped(name, patterns)
-    else:
-        assert is_skipped(name, patterns) is expected
 
 
 SHAPE = (8, 40, 72)  # 360 blocks: two of the second level, the last not full

@@ -108,9 +108,7 @@ def test_layouts_of_fused_experts_and_those_that_peft_fuses_load_back(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_single_experts_hold_the_products_of_the_fused_weight(
-    family: str, bases: dict[str, Path], adapters: Any, tmp_path: Path
-) -> None:
+def test_single_experts_hold_the_products_of_the_fused_weight(family, bases, adapters, tmp_path):
     """By the definition: expert e's B A, cut from the fused weight's, row by row."""
     folder, _ = adapters[family]
     server = "vllm" if family != "gpt_oss" else "sglang"
@@ -190,9 +188,7 @@ REFUSED = [  # model, server, what is trained, error, words
 
 
 @pytest.mark.parametrize(("family", "server", "settings", "error", "words"), REFUSED)
-def test_what_servers_do_not_take_is_refused(
-    family: str, server: str, settings: Any, error: type[Exception], words: str, tmp_path: Path
-) -> None:
+def test_what_servers_do_not_take_is_refused(family, server, settings, error, words, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "base")
     trained(load(tmp_path / "base"), tmp_path / "adapter", **settings)
     with pytest.raises(error, match=words):
