@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from folders import bits
+from representatives import cases
 from training import NF4, loaded
 from transformers import BitsAndBytesConfig
 from upstream import skip_renamed
@@ -102,7 +103,7 @@ def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_pa
         assert_equal(loaded(tmp_path / name, None, cls, dtype="auto"), model)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES - {*KINDS}))
+@pytest.mark.parametrize("family", cases(sorted(FAMILIES - {*KINDS})))
 def test_streaming_equals_packing_in_memory(family: str, tmp_path: Path) -> None:
     model = on_disk(family, tmp_path)
     streamed = loaded(tmp_path, NF4, type(model), dtype="auto")

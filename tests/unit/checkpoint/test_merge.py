@@ -316,8 +316,8 @@ def test_like_training_never_guesses(root: Path) -> None:
     for fields, match in (
         ({"format_version": 2}, "is damaged: format_version is 2"),
         ({"codec": {}}, "is damaged"),
-        ({"dtype": "int4"}, "dtype"),
         ({"experts": ["model.layers.7.mlp.experts.down_proj"]}, "is for a model .*layers.7"),
+        ({"dtype": "int4"}, "is damaged: dtype is 'int4'"),
     ):
         note(root, "int8", **fields)
         refuses(CheckpointError, match, root, like_training=True)

@@ -131,6 +131,9 @@ PARTS = {
     "deepseek_v3 int4": [
         (SCALE, lacks, f"{SCALE} is missing"),
         (PACKED, lambda t: t[:, 1:], "int32 of codes"),
+    ],
+    "deepseek_v3 int4 channel": [
+        (f"{ONE}_shape", lacks, f"{ONE}_shape is missing"),
         (f"{ONE}_shape", lambda t: t + 8, f"{ONE}_shape go with"),
     ],
     "gpt_oss mxfp4": [

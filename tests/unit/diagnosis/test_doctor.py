@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_the_command(cli, tmp_path, monkeypatch):
     assert (code, err) == (0, "") and report["good"] and report["layers"] == []
     assert report["device"]["capability"] == "9.0"
     assert "The model has no experts." in report["notes"]
-    assert report["packages"] == [row._asdict()]
+    assert report["packages"] == [asdict(row)]
     monkeypatch.setattr(doctor.backends, "has_triton", lambda: False)
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")

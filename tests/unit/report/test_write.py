@@ -116,5 +116,5 @@ def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) 
     left = "KiB, without packing error (--against), routing (--text), training (a Trainer's run)."
     assert said.startswith(f"{tmp_path}/a.html: ") and said.endswith(f"{left}\n")
     assert "no .html file that can be written" in cli("report", "qwen3_moe", "-o", folders)[2]
-    code, said, err = cli("report", folders / "plain", "-o", "/dev/full/a.html")
+    code, said, err = cli("report", folders / "plain", "-o", "/proc/a.html")
     assert (code, said, err.count("\n")) == (2, "", 1) and "which cannot be written" in err
