@@ -49,23 +49,6 @@ def test_all_is_sorted_and_complete():
     assert set(moe_qlora.__all__) <= set(dir(moe_qlora))
 
 
-@pytest.mark.parametrize("name", moe_qlora.__all__)
-def test_public_name(name):
-    value = getattr(moe_qlora, name)
-    assert inspect.getdoc(value), f"{name} has no docstring"
-    if inspect.isclass(value):
-        members = {
-            key: member
-            for key, member in vars(value).items()
-            if not key.startswith("_") and (callable(member) or isinstance(member, property))
-        }
-        for key, member in members.items():
-            assert inspect.getdoc(member), f"{name}.{key} has no docstring"
-    else:
-        for parameter in inspect.signature(value).parameters.values():
-            assert parameter.annotation is not parameter.empty, f"{name}: {parameter}"
-
-
 @pytest.mark.parametrize("name", moe_qlora._REMOVED)
 def test_a_removed_name_says_what_to_use(name):
     with pytest.raises(AttributeError, match=rf"^moe_qlora.{name} is gone since version 0.3: .+$"):
