@@ -23,10 +23,10 @@ from prequantized import (
     compressed,
     encode_fp8,
     encode_int,
+    plain_config,
     write_both,
     write_case,
     write_folder,
-    write_plain,
     write_shards,
     write_tensors,
 )
@@ -474,7 +474,7 @@ def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
     config = config_of(maker)
     config["text_config"]["quantization_config"] = config.pop("quantization_config")
     (maker / "config.json").write_text(json.dumps(config))
-    write_plain(tmp_path / "plain", maker, plain)
+    write_tensors(tmp_path / "plain", None, plain, **plain_config(maker))
     packed = [
         moe_qlora.quantize_checkpoint(tmp_path / name, tmp_path / f"{name} packed", NF4)
         for name in ("maker", "plain")
