@@ -66,7 +66,7 @@ def prepare_adapters(model: nn.Module, config: Any) -> None:
 
 def check_unsharded(model: nn.Module, action: str, advice: str) -> None:
     """Raise an `AdapterError` if weights are sharded, and `action` needs whole ones."""
-    engine = any(isinstance(module, FSDPModule) for module in model.modules())
+    engine = uses_fsdp(model)
     for name, parameter in model.named_parameters():
         if engine or is_share(parameter):
             raise AdapterError(
@@ -83,6 +83,11 @@ def before_forward(model: nn.Module) -> None:
             model.__dict__[CHECKED] = _check_ddp_copies(model)
 
 
+def uses_fsdp(model: nn.Module) -> bool:
+    """Whether FSDP2 has taken a model or modules of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def stock_class(module: nn.Module) -> type:
     """Return the class of a module before FSDP2 replaced it."""
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
@@ -92,7 +97,7 @@ def _refuse_sharded_host(model: nn.Module) -> None:
     """Raise where an engine has sharded a model whose experts lie in host memory, at any step."""
     hosted = [each for each in model.modules() if isinstance(each, PackedList) and each.host]
     sharded = any(is_share(each.original) or hasattr(each.original, "ds_id") for each in hosted)
-    if sharded or (hosted and any(isinstance(module, FSDPModule) for module in model.modules())):
+    if sharded or (hosted and uses_fsdp(model)):
         raise ConfigError(
             "Experts lie in host memory, by offload_experts, and the model is sharded over ranks: "
             "train it under DDP, or call remove() on what offload_experts returned before "
@@ -149,6 +154,6 @@ def follow_adapters(model: nn.Module) -> None:
 
 
 def _mesh(model: nn.Module) -> Any:
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not uses_fsdp(model):
         return None
     return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)

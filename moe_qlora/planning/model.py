@@ -30,7 +30,6 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
 from ..detection.detect import detect
-from ..distributed.ranks import stock_class
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
 from ..kernels.limits import cdiv
@@ -54,6 +53,7 @@ from ..packing.decoders import (
 )
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..world import world
 from . import attention
 from .budget import Block, BlockTensor, Settings
 from .choice import ALIGNMENT
@@ -146,7 +146,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             name,
             (*(t for part in held for t in _packed_tensors(part)), *map(_other_tensor, others)),
             # A layer is of a class not to be split; without these, an item of a ModuleList.
-            layer=stock_class(unit).__name__ in classes
+            layer=_class_name(unit) in classes
             or (not classes and name.rpartition(".")[0] in lists),
             slot=sum(slot_nbytes((w.codes, *bits_of(w).values())) for w in experts),
             active=active,
@@ -196,13 +196,18 @@ def _layer_classes(model: Any) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
+def _class_name(unit: Any) -> str:
+    name: str = world().stock_class(unit).__name__
+    return name
+
+
 def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield each block by its full name, single tensors included, in registration order."""
     classes = _layer_classes(model)
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes
-        if stock_class(module).__name__ in classes or listed:
+        if _class_name(module) in classes or listed:
             parts = name.split(".") + ([""] if listed else [])
             split_paths |= {".".join(parts[:end]) for end in range(len(parts))}
 
@@ -212,7 +217,7 @@ def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
                 yield f"{path}.{name}".lstrip("."), tensor
         for name, child in module.named_children():
             inner = f"{path}.{name}".lstrip(".")
-            if inner in split_paths and stock_class(child).__name__ not in classes:
+            if inner in split_paths and _class_name(child) not in classes:
                 yield from descend(inner, child)
             elif any(True for tensors in (child.parameters(), child.buffers()) for _ in tensors):
                 yield inner, child

@@ -24,7 +24,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,6 +34,7 @@ from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
 from ..layout import base_model
 from ..models.named import quiet
+from ..world import world
 from . import levels
 from .attention import fused_attention
 from .budget import Activity
@@ -270,7 +270,7 @@ def record_step(
 
 
 def _backward(step: StepModel, loss: Tensor, anchor: Tensor) -> None:
-    if any(isinstance(module, FSDPModule) for module in step.model.modules()):
+    if world().uses_fsdp(step.model):
         loss.backward()  # Its hooks gather and reduce in no other
     else:  # DDP's would wait for the gradients of all layers
         torch.autograd.grad(loss, [anchor, *step.trained], allow_unused=True)

@@ -33,7 +33,6 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils import output_capturing
@@ -42,6 +41,7 @@ from ..errors import first_line
 from ..kernels import workspace
 from ..packing.decoders import PackedList
 from ..planning import levels
+from ..world import world
 from . import segments
 from .layers import LayerRunner, decoder_layers, runner_of
 
@@ -111,7 +111,7 @@ class LayerGraphs:
 
     def check_whole(self) -> None:
         """Raise if an engine gathers weights anew for each forward and backward."""
-        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+        if world().uses_fsdp(self._model):
             raise ObstacleError("FSDP gathers weights at other addresses each time")
 
     def buffer(self, role: Hashable, like: Tensor) -> Tensor:

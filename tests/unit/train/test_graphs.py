@@ -13,6 +13,7 @@ from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
 from torch import Tensor
 from transformers import DynamicCache
 
+from moe_qlora.distributed import ranks
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import flat_rows, graphs
@@ -387,7 +388,7 @@ def test_weights_that_fsdp_gathers_are_not_recorded(
 ) -> None:
     """A backward gathers them at other addresses than the forward, which a graph would read."""
     model = small()
-    monkeypatch.setattr(graphs, "FSDPModule", type(model.get_base_model()))
+    monkeypatch.setattr(ranks, "FSDPModule", type(model.get_base_model()))
     with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
             step(model, token_ids(model))
