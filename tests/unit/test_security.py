@@ -261,7 +261,7 @@ def check_clean(*texts: str) -> None:
 
 
 def test_visible():
-    assert visible(EVIL) == SEEN
+    assert visible(EVIL) == str(moe_qlora.MoeQloraError(EVIL)) == SEEN
     assert visible("a\nb\tc") == "a\\u000ab\\u0009c" and visible("a\nb", keep="\n") == "a\nb"
     assert visible(os.fsdecode(b"\xff") + "\U000e0041") == "\\udcff\\U000e0041"
     plain = "model.layers.0, \u00e9\u4e2d\U0001f600"
