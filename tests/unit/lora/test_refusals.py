@@ -20,19 +20,9 @@ from moe_qlora.testing import tiny_model
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def adapt(model_type: str = "qwen3_moe", config: Any = None, **options: Any) -> Any:
-    fields = {
-        key: options.pop(key) for key in tuple(options) if key in LoraConfig.__dataclass_fields__
-    }
-    config = config or LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
-    return moe_qlora.get_peft_model(packed(model_type), config, **options)
-
-
-def setting(field: str, value: Any) -> Callable[[], Any]:
-    """A field of the config that experts cannot have."""
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
-    setattr(config, field, value)
-    return lambda: moe_qlora.adapt_lora_config(packed("mixtral"), config)
+def adapt(model_type: str = "qwen3_moe", options: Any = None, **fields: Any) -> Any:
+    config = LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
+    return moe_qlora.get_peft_model(packed(model_type), config, **options or {})
 
 
 MISSPELT = {"target_modules": ["q_proj"], "target_parameters": ["gate_up_prj"]}
@@ -43,12 +33,12 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("exclude_modules holds 3", lambda: moe_qlora.exclude_modules(packed(), [3])),  # type: ignore[list-item]
     ("is a dict", lambda: moe_qlora.target_parameters(packed(), {"a": 1})),
     ("role 'sideways'", lambda: moe_qlora.target_parameters(packed(), roles=["sideways"])),
-    ("experts is 3; give True, a list of roles", lambda: adapt(experts=3)),
+    ("experts is 3; give True, a list of roles", lambda: adapt(options={"experts": 3})),
     (
         r"layers_to_transform=\[7\] leaves no layer with packed",
-        lambda: adapt(experts=True, layers_to_transform=[7]),
+        lambda: adapt(options={"experts": True}, layers_to_transform=[7]),
     ),
-    ("mixed=True", lambda: adapt(mixed=True)),
+    ("mixed=True", lambda: adapt(options={"mixed": True})),
     (
         r"PeftModel with adapters \(default\); .*add_adapter",
         lambda: moe_qlora.get_peft_model(adapt(), LoraConfig(), adapter_name="second"),
@@ -62,11 +52,16 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         lambda: moe_qlora.get_peft_model(tiny_model("qwen3_moe"), LoraConfig(), experts=True),
     ),
     *(
-        (rf"{field}=.*layers\.0\.mlp\.experts\.down_proj", setting(field, value))
-        for field, value in (
-            *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
-            ("init_lora_weights", "pissa"),
+        (
+            rf"{field}=.*layers\.0\.mlp\.experts\.down_proj",
+            lambda fields={field: value}: adapt(target_parameters=EXPERTS[1:], **fields),
         )
+        for field, value in {
+            "use_dora": True,
+            "lora_bias": True,
+            "fan_in_fan_out": True,
+            "init_lora_weights": "pissa",
+        }.items()
     ),
     *(
         (
@@ -119,7 +114,7 @@ def wider(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
     adapter, file = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
-    adapt(experts=True).save_pretrained(adapter)
+    adapt(options={"experts": True}).save_pretrained(adapter)
     load, whole = WAYS[way], load_file(file)
     for change, error, words in (
         (lacking, AdapterError, r"experts\.(base_layer\.)?lora_B.* is not in the file"),

@@ -17,8 +17,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from small_models import fill
 from torch import Tensor
-from training import NF4, results
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import results
 
 import moe_qlora
 from moe_qlora.lora.model import LoraModel
@@ -27,12 +26,6 @@ from moe_qlora.testing import tiny_inputs, tiny_model
 # dbrx and llama4_text do not dispatch through transformers' experts interface
 TYPES = ["mixtral", "deepseek_v3", "llama4_text", "dbrx"]
 ATTENTION = {"dbrx": ["Wqkv"], "deepseek_v3": ["o_proj", "kv_b_proj"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "both": {"experts": True},
-    "experts": {"experts": True, "modules": []},
-    "router": {"experts": True, "router": True},
-}
 
 
 def packed(model_type: str = "qwen3_moe") -> Any:
@@ -44,15 +37,13 @@ def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> L
     return LoraConfig(r=3, lora_alpha=7, target_modules=names, task_type="CAUSAL_LM", **fields)
 
 
-def adapter(kind: str, model_type: str, folder: Path) -> Path:
-    """The folder of an adapter of one of `KINDS`."""
-    options = dict(KINDS[kind])
-    config = lora(model_type, options.pop("modules", None))
+def saved(folder: Path, model_type: str, modules: Any = None, **options: Any) -> Path:
+    """The folder of an adapter that counts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "stock PEFT rewrites")
-        fill(moe_qlora.get_peft_model(packed(model_type), config, **options)).save_pretrained(
-            folder, save_embedding_layers=False
-        )
+        config = lora(model_type, modules)
+        made = fill(moe_qlora.get_peft_model(packed(model_type), config, **options))
+    made.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
@@ -68,17 +59,17 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind", "is_trainable"),
+    ("model_type", "options", "is_trainable"),
     # PEFT has no LoRA for llama4's router, which gives two values
     [
-        *((name, "router" if name != "llama4_text" else "experts", True) for name in TYPES),
-        *(("qwen3_moe", "both", False), ("gpt_oss", "attention", True)),
+        *((name, {"experts": True, "router": name != "llama4_text"}, True) for name in TYPES),
+        *(("qwen3_moe", {"experts": True}, False), ("gpt_oss", {}, True)),
     ],
 )
 def test_from_pretrained_is_load_adapter(
-    model_type: str, kind: str, is_trainable: bool, tmp_path: Path
+    model_type: str, options: dict[str, bool], is_trainable: bool, tmp_path: Path
 ) -> None:
-    folder = adapter(kind, model_type, tmp_path)
+    folder = saved(tmp_path, model_type, [] if model_type == "llama4_text" else None, **options)
     expected = moe_qlora.load_adapter(packed(model_type), folder, is_trainable=is_trainable)
     model = PeftModel.from_pretrained(packed(model_type), folder, is_trainable=is_trainable)
     assert type(model) is type(expected) and model.training == expected.training
@@ -98,25 +89,20 @@ def test_from_pretrained_is_load_adapter(
     ids=["all-linear", "dropout"],
 )
 def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> None:
-    models = []
-    for make in (moe_qlora.get_peft_model, peft.get_peft_model):
+    makers, models, written = (moe_qlora.get_peft_model, peft.get_peft_model), [], []
+    for make in makers:
         torch.manual_seed(4)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "stock PEFT rewrites")
-            models.append(make(packed("qwen2_moe"), copy.deepcopy(config)))
-            fill(models[-1])
-            models[-1].save_pretrained(tmp_path / make.__module__, save_embedding_layers=False)
+            models.append(fill(make(packed("qwen2_moe"), copy.deepcopy(config))))
+        models[-1].save_pretrained(tmp_path / make.__module__, save_embedding_layers=False)
+        written.append(config_in(tmp_path / make.__module__))
     ours, stock = models
     assert type(stock.base_model) is LoraModel
-    torch.manual_seed(5)
-    expected = results(ours)["out"]
-    torch.manual_seed(5)
-    assert torch.equal(results(stock)["out"], expected)
+    assert_same(ours, stock)  # with dropout, and without
     assert_same(ours.eval(), stock.eval())
-    makers = moe_qlora.get_peft_model, peft.get_peft_model
-    first, second = (config_in(tmp_path / make.__module__) for make in makers)
     for field in ("target_parameters", "lora_dropout", "target_modules"):
-        assert first[field] == second[field]
+        assert written[0][field] == written[1][field]
 
 
 def test_other_models_and_tuners_are_left_to_peft() -> None:
@@ -132,7 +118,7 @@ def test_other_models_and_tuners_are_left_to_peft() -> None:
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Any, Path, Tensor]:
     """A packed model, the folder of an adapter for it, and the logits that this gives."""
-    folder = adapter("both", "mixtral", tmp_path / "adapter")
+    folder = saved(tmp_path / "adapter", "mixtral", experts=True)
     expected = results(moe_qlora.load_adapter(packed("mixtral"), folder))["out"]
     return packed("mixtral"), folder, expected
 
@@ -178,13 +164,8 @@ def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
 
 def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None:
     tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "base")
-    with moe_qlora.enabled():
-        base: Any = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=BitsAndBytesConfig(**NF4)
-        )
-        model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))
-        model.save_pretrained(tmp_path / "adapter")
-        again = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "adapter", quantization_config=BitsAndBytesConfig(**NF4)
-        )
+    base = training.loaded(tmp_path / "base")
+    model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))
+    model.save_pretrained(tmp_path / "adapter")
+    again = training.loaded(tmp_path / "adapter")
     assert torch.equal(logits(again), results(model.eval())["out"])

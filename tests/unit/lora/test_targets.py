@@ -28,72 +28,47 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:stock PEFT rewrites"),
 ]
 
-MODELS = ("qwen2_moe", "mixtral", "deepseek_v3")
-LEAVES = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+build = small_models.build
 
 
-def build(model_type: str, *, packed: bool = True) -> Any:
-    model = small_models.build(model_type)
-    return model if packed else small_models.decoded(model)
+def toy(*, packs: bool = True) -> nn.Module:
+    """An experts module beside a Linear whose name ends alike."""
+    model = nn.Module()
+    model.experts, model.shared_expert = nn.Module(), nn.Module()
+    model.experts.act_fn = nn.SiLU()
+    model.experts.down_proj = nn.Parameter(torch.randn(3, 8, 16))
+    model.shared_expert.down_proj = nn.Linear(8, 8)
+    if packs:
+        weight = codec.pack(model.experts.down_proj, settings.CodecSettings("nf4"))
+        parametrize.attach(model.experts, "down_proj", weight)
+    return model
 
 
-def linear_names(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    }
-
-
-class Toy(nn.Module):
-    """Two experts modules beside Linears whose names end alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.act_fn = nn.SiLU()
-        self.experts.down_proj = nn.Parameter(torch.randn(3, 8, 16))
-        self.shared_expert = nn.Module()
-        self.shared_expert.down_proj = nn.Linear(8, 8)
-
-
-def packed_toy() -> Toy:
-    toy = Toy()
-    packed = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
-    parametrize.attach(toy.experts, "down_proj", packed)
-    return toy
-
-
-TOY_PATHS = [
-    "experts",
-    "experts.act_fn",
-    "experts.parametrizations",
-    "experts.parametrizations.down_proj",
-    "experts.parametrizations.down_proj.0",
-]
+INNER = ("act_fn", *(f"parametrizations{path}" for path in ("", ".down_proj", ".down_proj.0")))
+TOY_PATHS = ["experts", *(f"experts.{name}" for name in INNER)]
 
 
 @pytest.mark.parametrize("existing", [None, [], ["a", "b"], ("a", "b", "a"), {"b", "a"}])
 def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> None:
-    toy, before = packed_toy(), copy.deepcopy(existing)
-    excluded = moe_qlora.exclude_modules(toy, existing)
-    targets = moe_qlora.target_parameters(toy, existing)
+    model, before = toy(), copy.deepcopy(existing)
+    excluded = moe_qlora.exclude_modules(model, existing)
     own = ["a", "b"] if existing else []
     assert isinstance(excluded, list) and excluded[: len(own)] == own
     assert sorted(excluded[len(own) :]) == TOY_PATHS
-    assert targets == [*own, "experts.down_proj"]
+    assert moe_qlora.target_parameters(model, existing) == [*own, "experts.down_proj"]
     assert existing == before and excluded is not existing
     excluded.append("more")
-    assert "more" not in moe_qlora.exclude_modules(toy)
-    assert moe_qlora.exclude_modules(Toy(), existing) == own  # where nothing is packed
-    assert moe_qlora.target_parameters(Toy(), existing) == own
+    assert "more" not in moe_qlora.exclude_modules(model)
+    plain = toy(packs=False)  # where nothing is packed
+    assert moe_qlora.exclude_modules(plain, existing) == own
+    assert moe_qlora.target_parameters(plain, existing) == own
 
 
 @pytest.mark.parametrize("existing", ["lm_head", r".*\.o_proj|x", "(?i:LM_HEAD)", ""])
 def test_a_string_becomes_one_regex(existing: str) -> None:
-    pattern = moe_qlora.exclude_modules(packed_toy(), existing)
+    pattern = moe_qlora.exclude_modules(toy(), existing)
     assert isinstance(pattern, str)
-    assert moe_qlora.exclude_modules(Toy(), existing) == existing
+    assert moe_qlora.exclude_modules(toy(packs=False), existing) == existing
     for path in TOY_PATHS:
         assert re.fullmatch(pattern, path)
     assert bool(re.fullmatch(pattern, "lm_head")) == ("head" in existing.lower())
@@ -102,17 +77,15 @@ def test_a_string_becomes_one_regex(existing: str) -> None:
         assert not re.fullmatch(pattern, path)
 
 
-@pytest.mark.parametrize("modules", ["all-linear", LEAVES], ids=["all-linear", "leaves"])
-@pytest.mark.parametrize("model_type", MODELS)
-def test_linear_layers_get_lora_and_nothing_else(model_type: str, modules: Any) -> None:
-    """Also those with the leaf names that stock PEFT turns into target_parameters."""
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3"])
+def test_linear_layers_get_lora_and_nothing_else(model_type: str) -> None:
+    """Of leaf names that stock PEFT turns into target_parameters."""
     model = build(model_type)
-    expected = linear_names(model)
-    if modules is LEAVES:
-        expected = {name for name in expected if name.rpartition(".")[2] in LEAVES}
-    config = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules=modules, r=4))
+    leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    config = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules=list(leaves), r=4))
     wrapped = peft.get_peft_model(model, config)
-    assert adapted_layers(wrapped) == expected
+    assert adapted_layers(wrapped) == {n for n in linears if n.rpartition(".")[2] in leaves}
     wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
@@ -169,7 +142,7 @@ def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, t
     )  # fmt: skip
     held = {key: value for key, value in vars(config).items() if isinstance(value, (dict, set))}
     before = copy.deepcopy(vars(config))
-    model = build("qwen3_moe", packed=packed)
+    model = build("qwen3_moe") if packed else small_models.decoded(build("qwen3_moe"))
     adapted = moe_qlora.adapt_lora_config(model, config)
     assert packed or (adapted == config and adapted is not config)
     wrapped = moe_qlora.get_peft_model(model, config, unpacked_ok=not packed)
@@ -205,13 +178,10 @@ class HostsLoraConfig(LoraConfig):
     lora_plus_ratio: float | None = None
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "lora_plus_ratio"
-        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ratio = fields.pop("lora_plus_ratio")
         LoraConfig(**fields).save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / "ratio.json").write_text(json.dumps(self.lora_plus_ratio))
+        (Path(save_directory) / "ratio.json").write_text(json.dumps(ratio))
 
 
 def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
@@ -221,14 +191,11 @@ def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
     config = HostsLoraConfig(**asked, lora_plus_ratio=2.0)
     adapted = moe_qlora.adapt_lora_config(model, config)
     assert isinstance(adapted, HostsLoraConfig) and adapted.lora_plus_ratio == 2.0
-    written = []
-    for name, given in (("theirs", config), ("plain", LoraConfig(**asked))):
-        wrapped = moe_qlora.get_peft_model(build("qwen2_moe"), given)
-        wrapped.save_pretrained(tmp_path / name, save_embedding_layers=False)
-        fields = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        named = {key: sorted(v) if isinstance(v, list) else v for key, v in fields.items()}
-        written.append((adapted_layers(wrapped), named))
-    assert written[0] == written[1]
-    assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
-    assert written[0][1]["target_modules"] == ["down_proj", "q_proj"]
-    assert written[0][1]["exclude_modules"] is None
+    wrapped = moe_qlora.get_peft_model(model, config)
+    plain = moe_qlora.get_peft_model(build("qwen2_moe"), LoraConfig(**asked))
+    assert adapted_layers(wrapped) == adapted_layers(plain)
+    wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert json.loads((tmp_path / "ratio.json").read_text()) == 2.0
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
+    assert written["exclude_modules"] is None

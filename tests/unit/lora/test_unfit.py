@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from training import adapted_layers, packed
@@ -60,19 +59,16 @@ def test_a_router_whose_weight_is_read_is_trained() -> None:
     inputs = tiny_inputs(model)
     layers = {n: m for n, m in peft_model.named_modules() if isinstance(m, ReadLinear)}
     assert len(layers) == 2
-    for name, module in peft_model.named_modules():
-        if isinstance(module, LoraLayer):
-            path = name.removeprefix("base_model.model.")
-            twin = reference.get_submodule(path)
-            parametrize.register_parametrization(twin, "weight", Sum(module))
+    for name in adapted_layers(peft_model):
+        layer = peft_model.get_base_model().get_submodule(name)
+        parametrize.register_parametrization(reference.get_submodule(name), "weight", Sum(layer))
     logits, expected = peft_model(**inputs).logits, reference(**inputs).logits
     torch.testing.assert_close(logits, expected)
     logits.square().mean().backward()
     expected.square().mean().backward()
     for name, layer in layers.items():
-        path = name.removeprefix("base_model.model.")
-        added = reference.get_submodule(path).parametrizations.weight[0]
-        ours, theirs = layer.lora_A["default"].weight.grad, added.a.grad
+        twin = reference.get_submodule(name.removeprefix("base_model.model."))
+        ours, theirs = layer.lora_A["default"].weight.grad, twin.parametrizations.weight[0].a.grad
         assert theirs.norm() > 1e-9 and (ours - theirs).norm() < 0.01 * theirs.norm()
     with peft_model.disable_adapter():
         stock = peft_model(**inputs).logits
@@ -99,12 +95,10 @@ def test_a_weight_that_mambas_kernel_reads() -> None:
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q_proj|v_proj)"])
 def test_modules_around_linear_layers_are_left_out_and_said(targets: Any, tmp_path: Path) -> None:
     model = packed("gemma4")
-    base = copy.deepcopy(model)
-    ends = ("q_proj", "v_proj")
+    base, ends = copy.deepcopy(model), ("q_proj", "v_proj")
+    config = LoraConfig(target_modules=targets, init_lora_weights=False)
     with pytest.warns(UserWarning, match=r"vision_tower.*ClippableLinear.*left out.*_proj\.linear"):
-        peft_model = moe_qlora.get_peft_model(
-            model, LoraConfig(target_modules=targets, init_lora_weights=False)
-        )
+        peft_model = moe_qlora.get_peft_model(model, config)
     expected = {n for n, m in base.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends)}
     assert adapted_layers(peft_model) == expected
     peft_model.save_pretrained(tmp_path)
