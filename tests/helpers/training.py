@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
@@ -25,6 +26,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
 
+Run = tuple[Any, dict[str, Tensor]]
+"""What training recorded: a loss or several, and gradients or trained weights by name."""
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nf4": NF4,
@@ -91,9 +94,22 @@ def results(model: Any) -> dict[str, Tensor]:
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     """Names and values of two results are equal, bit for bit."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(right[name], value), name
+    assert_same_training((0, left), (0, right))
+
+
+def assert_same_training(run: Run, expected: Run, within: float = 0.0) -> None:
+    """Two runs recorded the same: bit for bit, or tensors `within` this part of their norm.
+
+    Losses are then within a tenth of that part.
+    """
+    assert run[0] == (pytest.approx(expected[0], rel=within / 10) if within else expected[0])
+    assert run[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        if not within:
+            assert torch.equal(run[1][name], tensor), name
+            continue
+        error = (run[1][name].float() - tensor.float()).norm()
+        assert error <= within * tensor.float().norm() + 1e-8, f"{name} differs by {error:.2e}"
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
