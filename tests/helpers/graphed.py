@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
@@ -82,12 +81,3 @@ def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[float, dict[str, 
 COMPILED = 0.06
 """How far bf16 gradients of compiled layers may be from those of eager ones: both are some 4 % from
 those of float32, and up to 1.5 % from each other on a CPU."""
-
-
-def assert_near(got: Any, wanted: Any, within: float = 0.02) -> None:
-    assert got[0] == pytest.approx(wanted[0], rel=2e-3)
-    assert got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        scale = gradient.float().norm()
-        error = (got[1][name].float() - gradient.float()).norm()
-        assert error <= within * scale + 1e-8, f"{name}: {error / scale:.3f}"

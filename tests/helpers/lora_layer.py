@@ -41,6 +41,17 @@ class Provider:
     def active_lora(self, name: str) -> tuple[LoraFactors, ...]:
         return self.all.get(name, ())
 
+    def to(self, device: str, dtype: torch.dtype) -> Provider:
+        """A copy, with leaves of its own there."""
+        twin = copy.copy(self)
+
+        def moved(term: LoraFactors) -> LoraFactors:
+            a, b = (t.detach().to(device, dtype, copy=True) for t in (term.a, term.b))
+            return LoraFactors(a.requires_grad_(), b.requires_grad_(), term.scaling, term.dropout)
+
+        twin.all = {name: tuple(map(moved, terms)) for name, terms in self.all.items()}
+        return twin
+
     def leaves(self) -> list[Tensor]:
         return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
 

@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 from fused_layer import SILU, Case, check_layer, stack_of  # noqa: E402
 
-from moe_qlora.kernels import (  # noqa: E402
+from moe_qlora.kernels import (  # noqa: E402  # noqa: E402
     cards,
     grouped_mm,
     limits,
@@ -19,7 +19,7 @@ from moe_qlora.kernels import (  # noqa: E402
     quantized_mm_hopper,
     quantized_mm_rs,
     table,
-)  # fmt: skip
+)
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.table import Matmul  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import pytest
 import small_models
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig
 from small_models import IDS, build, close, decoded, fill, slow_delta
 from torch import Tensor, nn
 from torch.func import functional_call
+from training import assert_same, assert_same_training, results
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.experts import forward
+from moe_qlora.layout import unwrapped
 from moe_qlora.lora import layer
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -61,9 +67,7 @@ def reference(twin: Any, model: Any, *adapters: str) -> Tensor:
         ("gpt_oss", "moe_qlora", BOTH[1:]),
     ],
 )
-def test_gradients_of_stock_forwards_and_of_one_projection(
-    model_type: str, implementation: str, targets: list[str]
-) -> None:
+def test_gradients_of_stock_forwards_and_of_one_projection(model_type, implementation, targets):
     base = build(model_type, implementation)
     twin = decoded(base)
     model = fill(moe_qlora.get_peft_model(base, lora_config(target_parameters=targets)))
@@ -79,7 +83,7 @@ def test_gradients_of_stock_forwards_and_of_one_projection(
 @pytest.mark.parametrize(
     ("model_type", "implementation"), [("gpt_oss", "moe_qlora"), ("qwen3_moe", "eager")]
 )
-def test_several_active_adapters_add_up(model_type: str, implementation: str) -> None:
+def test_several_active_adapters_add_up(model_type, implementation):
     base = build(model_type, implementation)
     twin = decoded(base)
     model = moe_qlora.get_peft_model(base, lora_config())
@@ -93,7 +97,7 @@ def test_several_active_adapters_add_up(model_type: str, implementation: str) ->
             assert close(model(input_ids=IDS).logits, plain)
 
 
-def test_patterns_ranks_and_initialization_follow_the_config() -> None:
+def test_patterns_ranks_and_initialization_follow_the_config():
     config = lora_config(
         r=4,
         use_rslora=True,
@@ -113,7 +117,7 @@ def test_patterns_ranks_and_initialization_follow_the_config() -> None:
     assert not up.lora_B["default"].weight.any()
 
 
-def test_the_rank_of_experts_can_be_scaled() -> None:
+def test_the_rank_of_experts_can_be_scaled():
     config = lora_config(r=8, target_modules=["q_proj"])
     model = moe_qlora.get_peft_model(build("qwen3_moe"), config, scale_expert_rank=True)
     assert {wrapper.r["default"] for wrapper in expert_wrappers(model).values()} == {4}
@@ -124,7 +128,7 @@ def test_the_rank_of_experts_can_be_scaled() -> None:
     assert ranks == {"gate_up_proj": 1, "down_proj": 5}
 
 
-def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
+def test_dropout_applies_in_training_only_and_only_where_it_can():
     base = build("qwen3_moe")
     model = fill(moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5)).eval())
     exact = reference(decoded(copy.deepcopy(model).unload()), model)
@@ -150,7 +154,7 @@ def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
 @pytest.mark.parametrize(
     ("model_type", "kind"), [("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama4_text", "nf4")]
 )
-def test_merging_gives_the_sum_and_unmerging_the_original(model_type: str, kind: str) -> None:
+def test_merging_gives_the_sum_and_unmerging_the_original(model_type, kind):
     base = build(model_type, kind=kind)
     twin = decoded(base)
     model = moe_qlora.get_peft_model(base, lora_config())
@@ -168,3 +172,81 @@ def test_merging_gives_the_sum_and_unmerging_the_original(model_type: str, kind:
     assert close(model(input_ids=IDS).logits, adapted)
     model.unmerge_adapter()
     assert torch.equal(model(input_ids=IDS).logits, adapted)
+
+
+# Forwards that other code binds to packed experts, or to PEFT's wrapper.
+
+EAGER = Qwen3MoeExperts.forward.__wrapped__  # transformers' loop over experts, which reads weights
+
+
+def adapted(model: Any = None, dropout: float = 0.0) -> Any:
+    config = lora_config(lora_dropout=dropout)
+    return fill(moe_qlora.get_peft_model(model or build(), config)).train()
+
+
+def outermost(model: nn.Module) -> list[Any]:
+    """What stands in the model as its experts: PEFT's wrapper, or the experts themselves."""
+    return [m for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+def innermost(model: nn.Module) -> list[Any]:
+    return [unwrapped(module) for module in outermost(model)]
+
+
+def bind(module: Any) -> None:
+    module.forward = MethodType(EAGER, module)
+
+
+def hook(module: Any) -> None:
+    add_hook_to_module(module, ModelHook())
+
+
+@pytest.mark.parametrize(
+    ("rebind", "where", "tolerance"),
+    [(bind, innermost, 1e-5), (bind, None, 1e-5), (hook, outermost, 0.0), (hook, None, 0.0)],
+)
+def test_a_forward_that_is_bound_counts_lora_once(rebind, tolerance, where):
+    """None: bound before PEFT wraps the experts."""
+    expected, base = adapted(), build()
+    for module in outermost(base) if where is None else ():
+        rebind(module)
+    model = adapted(base)
+    for each in (expected, model):
+        each.add_adapter("second", lora_config(r=2))
+        fill(each, seed=2)
+        each.base_model.set_adapter(["default", "second"])
+    for module in where(model) if where else ():
+        rebind(module)
+    assert_same_training((0, results(model)), (0, results(expected)), tolerance)
+
+
+def test_dropout_under_a_forward_that_is_bound():
+    expected = results(adapted(dropout=0.5))
+    model = adapted(dropout=0.5)
+    for module in innermost(model):
+        hook(module)
+    assert_same(expected, results(model))
+    model = adapted(dropout=0.5)
+    for module in innermost(model):
+        bind(module)
+    with pytest.raises(AdapterError, match="is bound as the forward of these"):
+        results(model)
+    assert torch.isfinite(model.eval()(input_ids=IDS).logits).all()
+    for module in outermost(model):  # Where it was not written for
+        bind(module)
+    with pytest.raises(AttributeError, match="act_fn"):
+        results(model)
+
+
+def test_hooks_leave_no_trace():
+    model = adapted()
+    expected, modules = results(model), [*innermost(model), *outermost(model)]
+    for module in modules:
+        hook(module)
+    assert_same(expected, results(model))
+    assert not any(forward.asks_for_lora(module) for module in innermost(model))
+    for module in modules:
+        remove_hook_from_module(module)
+        assert "forward" not in module.__dict__
+    assert all(forward.asks_for_lora(module) for module in innermost(model))
+    assert_same(expected, results(model))

@@ -72,7 +72,7 @@ def packed_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @each_kind
-def test_a_dtype_gives_a_plain_model(source: Path, tmp_path: Path, kind: str) -> None:
+def test_a_dtype_gives_a_plain_model(source, tmp_path, kind):
     model = adapted(source, kind)
     before, expected = logits(model), expected_linears(model)
     merged = model.merge_and_unload(dtype=torch.float32)
@@ -91,9 +91,10 @@ def test_a_dtype_gives_a_plain_model(source: Path, tmp_path: Path, kind: str) ->
     assert torch.equal(logits(again), logits(merged.eval()))
 
 
-@each_kind
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["the model's", "another"])
-def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("nf4", None), ("int8", None), ("nf4", torch.bfloat16)], ids=str
+)
+def test_unmerging_restores_every_code(source, kind, dtype):
     model = adapted(source, kind)
     before, codes = logits(model), packed_tensors(model)
     expected = expected_linears(model)
@@ -119,7 +120,7 @@ def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:Already unmerged")
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp.experts"])
-def test_a_broken_adapter_is_not_merged_safely(source: Path, place: str) -> None:
+def test_a_broken_adapter_is_not_merged_safely(source, place):
     model = adapted(source, targets=("q_proj",))
     codes = packed_tensors(model)
     layer = model.base_model.model.model.layers[0].get_submodule(place)

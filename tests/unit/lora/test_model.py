@@ -6,7 +6,6 @@ import copy
 import json
 import warnings
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -40,7 +39,7 @@ def lora_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if ".lora_" in name]
 
 
-def test_loading_a_second_adapter_and_training_it(tmp_path: Path) -> None:
+def test_loading_a_second_adapter_and_training_it(tmp_path):
     first = fill(moe_qlora.get_peft_model(build(), lora_config()))
     expected = logits(first)
     first.save_pretrained(tmp_path)
@@ -58,7 +57,7 @@ def test_loading_a_second_adapter_and_training_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Path) -> None:
+def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path):
     """PEFT takes this type's keys for those of the published checkpoint, its own included."""
     base = packed("deepseek_ocr2")
     config = lora_config(target_parameters=moe_qlora.target_parameters(base))
@@ -70,7 +69,7 @@ def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Pa
         assert "lora_" not in name or torch.equal(value, held[name]), name
 
 
-def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
+def test_adapters_of_transformers_v4_load(tmp_path):
     """One LoRA for each expert's w1, w2, w3, as PEFT wrote them when experts were Linear layers."""
     generator, tensors = torch.Generator().manual_seed(4), {}
     sizes = (("w1", 20, 24), ("w2", 24, 20), ("w3", 20, 24))
@@ -99,7 +98,7 @@ def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
             logits(PeftModel.from_pretrained(build("mixtral"), tmp_path))
 
 
-def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
+def test_lora_on_shared_experts_reloads_here(tmp_path):
     """Stock PEFT loses it: it takes the leaf names for experts of this model type."""
     config = lora_config(target_modules=["o_proj", "down_proj"])
     with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
@@ -114,7 +113,7 @@ def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["q_proj", "weight"])
-def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) -> None:
+def test_adapters_with_the_name_of_a_layer_are_alone(name, tmp_path):
     """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
     model = fill(moe_qlora.get_peft_model(build(), lora_config()))
     kept = copy.deepcopy(model.peft_config), logits(model)
@@ -132,7 +131,7 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("spelling", ["short", "full"])
-def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling: str) -> None:
+def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling):
     """As of a model that `from_pretrained` did not make, so that PEFT's calls find nothing here."""
     base = build()
     full = moe_qlora.target_parameters(base)
@@ -149,7 +148,7 @@ def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling: str) -> 
         connect_adapters(host)
 
 
-def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(tmp_path: Path) -> None:
+def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(tmp_path):
     """What makes PEFT leave the names alone is not written to the file."""
     modules = ["q_proj", "gate"]
     targets = {"target_modules": modules, "target_parameters": ["experts.down_proj"]}

@@ -24,8 +24,7 @@ from moe_qlora.lora.model import LoraModel
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 # dbrx and llama4_text do not dispatch through transformers' experts interface
-TYPES = ["mixtral", "deepseek_v3", "llama4_text", "dbrx"]
-ATTENTION = {"dbrx": ["Wqkv"], "deepseek_v3": ["o_proj", "kv_b_proj"]}
+TYPES = ["mixtral", "llama4_text", "dbrx"]
 
 
 def packed(model_type: str = "qwen3_moe") -> Any:
@@ -33,16 +32,15 @@ def packed(model_type: str = "qwen3_moe") -> Any:
 
 
 def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> LoraConfig:
-    names = ATTENTION.get(model_type, ["q_proj", "v_proj"]) if modules is None else modules
+    names = modules or (["Wqkv"] if model_type == "dbrx" else ["q_proj", "v_proj"])
     return LoraConfig(r=3, lora_alpha=7, target_modules=names, task_type="CAUSAL_LM", **fields)
 
 
-def saved(folder: Path, model_type: str, modules: Any = None, **options: Any) -> Path:
+def saved(folder: Path, model_type: str, **options: Any) -> Path:
     """The folder of an adapter that counts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "stock PEFT rewrites")
-        config = lora(model_type, modules)
-        made = fill(moe_qlora.get_peft_model(packed(model_type), config, **options))
+        made = fill(moe_qlora.get_peft_model(packed(model_type), lora(model_type), **options))
     made.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
@@ -66,10 +64,8 @@ def assert_same(left: Any, right: Any) -> None:
         *(("qwen3_moe", {"experts": True}, False), ("gpt_oss", {}, True)),
     ],
 )
-def test_from_pretrained_is_load_adapter(
-    model_type: str, options: dict[str, bool], is_trainable: bool, tmp_path: Path
-) -> None:
-    folder = saved(tmp_path, model_type, [] if model_type == "llama4_text" else None, **options)
+def test_from_pretrained_is_load_adapter(model_type, options, is_trainable, tmp_path):
+    folder = saved(tmp_path, model_type, **options)
     expected = moe_qlora.load_adapter(packed(model_type), folder, is_trainable=is_trainable)
     model = PeftModel.from_pretrained(packed(model_type), folder, is_trainable=is_trainable)
     assert type(model) is type(expected) and model.training == expected.training
@@ -88,7 +84,7 @@ def test_from_pretrained_is_load_adapter(
     ],
     ids=["all-linear", "dropout"],
 )
-def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> None:
+def test_get_peft_model_of_stock_peft(config, tmp_path):
     makers, models, written = (moe_qlora.get_peft_model, peft.get_peft_model), [], []
     for make in makers:
         torch.manual_seed(4)
@@ -105,7 +101,7 @@ def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> Non
         assert written[0][field] == written[1][field]
 
 
-def test_other_models_and_tuners_are_left_to_peft() -> None:
+def test_other_models_and_tuners_are_left_to_peft():
     plain = tiny_model("qwen3_moe")
     assert type(peft.get_peft_model(plain, lora()).base_model) is StockLoraModel
     config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10)
@@ -130,7 +126,7 @@ def logits(model: Any) -> Tensor:
 
 @upstream.ADAPTER_METHODS
 @pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
-def test_adapters_are_switched(trained: Any) -> None:
+def test_adapters_are_switched(trained):
     model, folder, expected = trained
     twin, plain = copy.deepcopy(model), logits(model)
     model.load_adapter(str(folder))
@@ -146,7 +142,7 @@ def test_adapters_are_switched(trained: Any) -> None:
 
 @upstream.ADAPTER_METHODS
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")
-def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
+def test_add_adapter_trains_and_is_saved(trained, tmp_path):
     model, again = trained[0], copy.deepcopy(trained[0])
     asked = lora(model.config.model_type, target_parameters=moe_qlora.target_parameters(model))
     before = copy.deepcopy(vars(asked))
@@ -162,7 +158,7 @@ def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
     assert torch.equal(logits(moe_qlora.load_adapter(again, tmp_path / "saved")), logits(model))
 
 
-def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None:
+def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path):
     tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "base")
     base = training.loaded(tmp_path / "base")
     model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import small_models
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from training import adapted_layers, packed
 
 import moe_qlora
+from moe_qlora.lora.layer import ReadLinear
+from moe_qlora.lora.targets import unfit_linears
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -49,7 +53,7 @@ TOY_PATHS = ["experts", *(f"experts.{name}" for name in INNER)]
 
 
 @pytest.mark.parametrize("existing", [None, [], ["a", "b"], ("a", "b", "a"), {"b", "a"}])
-def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> None:
+def test_lists_are_new_complete_and_leave_the_callers_alone(existing):
     model, before = toy(), copy.deepcopy(existing)
     excluded = moe_qlora.exclude_modules(model, existing)
     own = ["a", "b"] if existing else []
@@ -65,7 +69,7 @@ def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> No
 
 
 @pytest.mark.parametrize("existing", ["lm_head", r".*\.o_proj|x", "(?i:LM_HEAD)", ""])
-def test_a_string_becomes_one_regex(existing: str) -> None:
+def test_a_string_becomes_one_regex(existing):
     pattern = moe_qlora.exclude_modules(toy(), existing)
     assert isinstance(pattern, str)
     assert moe_qlora.exclude_modules(toy(packs=False), existing) == existing
@@ -78,7 +82,7 @@ def test_a_string_becomes_one_regex(existing: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3"])
-def test_linear_layers_get_lora_and_nothing_else(model_type: str) -> None:
+def test_linear_layers_get_lora_and_nothing_else(model_type):
     """Of leaf names that stock PEFT turns into target_parameters."""
     model = build(model_type)
     leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -92,8 +96,10 @@ def test_linear_layers_get_lora_and_nothing_else(model_type: str) -> None:
         assert not parameter.requires_grad or parameter.grad is not None, name
 
 
-@pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
-@pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe"])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [("diffusion_gemma", {"router": True}), ("jetmoe", {}), ("jetmoe", {"experts": True})],
+)
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
     """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
@@ -119,7 +125,7 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
     assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
 
 
-def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
+def test_layers_to_transform_and_the_callers_excludes_hold():
     model = build("deepseek_v3")
     config = LoraConfig(
         target_modules=["o_proj", "down_proj"], layers_to_transform=[1], exclude_modules=["o_proj"]
@@ -134,7 +140,7 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, tmp_path) -> None:
+def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, tmp_path):
     config = LoraConfig(
         target_modules=["q_proj", "down_proj"], exclude_modules={"lm_head"},
         target_parameters=["experts.gate_up_proj"], rank_pattern={"q_proj": 2},
@@ -158,7 +164,7 @@ def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, t
         assert written["exclude_modules"] == ["lm_head"]
 
 
-def test_other_adapter_types_leave_packed_experts_alone() -> None:
+def test_other_adapter_types_leave_packed_experts_alone():
     model = build("mixtral")
     wrapped = moe_qlora.get_peft_model(
         model,
@@ -184,7 +190,7 @@ class HostsLoraConfig(LoraConfig):
         (Path(save_directory) / "ratio.json").write_text(json.dumps(ratio))
 
 
-def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
+def test_a_hosts_own_lora_config_stays_one(tmp_path):
     model = build("qwen2_moe")
     asked = {"r": 2, "target_modules": ["down_proj", "q_proj"]}
     asked["target_parameters"] = moe_qlora.target_parameters(model)
@@ -199,3 +205,94 @@ def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
     assert written["exclude_modules"] is None
+
+
+# Linear layers beyond PEFT's LoRA: those that get none, and those whose weight is read.
+
+UNFIT = {"deepseek_v4": "self_attn.o_a_proj", "nemotron_h": "mixer.out_proj"}
+
+
+@pytest.mark.parametrize("model_type", UNFIT)
+def test_all_linear_leaves_out_what_lora_does_not_suit(model_type):
+    model = packed(model_type)
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    unfit = {name for name in linears if name.endswith(UNFIT[model_type])}
+    assert set(unfit_linears(model)) == unfit
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        peft_model = moe_qlora.get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert adapted_layers(peft_model) == linears - unfit
+    assert set(unfit_linears(peft_model.get_base_model())) == unfit
+    peft_model(**tiny_inputs(model))
+
+
+class Sum(nn.Module):
+    """W + s B A."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        self.a, self.b = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
+        self.scale = layer.scaling["default"]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * self.b @ self.a
+
+
+def test_a_router_whose_weight_is_read_is_trained():
+    torch.manual_seed(0)
+    model = packed("longcat_flash").train()
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    reference = copy.deepcopy(model)
+    peft_model = moe_qlora.get_peft_model(model, config, router=True)
+    inputs = tiny_inputs(model)
+    layers = {n: m for n, m in peft_model.named_modules() if isinstance(m, ReadLinear)}
+    assert len(layers) == 2
+    for name in adapted_layers(peft_model):
+        layer = peft_model.get_base_model().get_submodule(name)
+        register_parametrization(reference.get_submodule(name), "weight", Sum(layer))
+    logits, expected = peft_model(**inputs).logits, reference(**inputs).logits
+    torch.testing.assert_close(logits, expected)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    for name, layer in layers.items():
+        twin = reference.get_submodule(name.removeprefix("base_model.model."))
+        ours, theirs = layer.lora_A["default"].weight.grad, twin.parametrizations.weight[0].a.grad
+        assert theirs.norm() > 1e-9 and (ours - theirs).norm() < 0.01 * theirs.norm()
+    with peft_model.disable_adapter():
+        stock = peft_model(**inputs).logits
+    assert (logits - stock).abs().max() > 1e-4
+    peft_model.merge_adapter()
+    torch.testing.assert_close(peft_model(**inputs).logits, logits)
+
+
+def test_a_weight_that_mambas_kernel_reads():
+    """In bf16 the sum stays bf16, which the kernel multiplies by as it is."""
+    model = packed("granitemoehybrid", dtype=torch.bfloat16)
+    config = LoraConfig(r=3, target_modules=["out_proj"], init_lora_weights=False)
+    peft_model = moe_qlora.get_peft_model(model, config)
+    [layer] = [m for m in peft_model.modules() if isinstance(m, ReadLinear)]
+    base, added = layer.get_base_layer().weight, layer.get_delta_weight("default")
+    assert layer.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.weight, base + added.bfloat16())
+    layer.weight.float().square().sum().backward()
+    assert layer.lora_A["default"].weight.grad.abs().sum() > 0
+    with peft_model.disable_adapter():
+        assert torch.equal(layer.weight, base)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q_proj|v_proj)"])
+def test_modules_around_linear_layers_are_left_out_and_said(targets, tmp_path):
+    model = packed("gemma4")
+    base, ends = copy.deepcopy(model), ("q_proj", "v_proj")
+    config = LoraConfig(target_modules=targets, init_lora_weights=False)
+    with pytest.warns(UserWarning, match=r"vision_tower.*ClippableLinear.*left out.*_proj\.linear"):
+        peft_model = moe_qlora.get_peft_model(model, config)
+    expected = {n for n, m in base.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends)}
+    assert adapted_layers(peft_model) == expected
+    peft_model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        again = moe_qlora.load_adapter(copy.deepcopy(base), tmp_path)
+        stock = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert adapted_layers(again) == adapted_layers(stock) == expected
