@@ -21,11 +21,7 @@ from moe_qlora.train.segments import Segments, running
 
 def packed(model_type: str = "qwen3_moe", config: dict[str, Any] | None = None, **lora: Any) -> Any:
     """A packed model on CUDA in bf16, with an adapter that changes what it computes."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 64,
-        "intermediate_size": 128,
-    }
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128}
     sizes |= config or {}
     model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes).to("cuda")
     model.config.use_cache = False

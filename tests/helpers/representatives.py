@@ -40,16 +40,8 @@ REPRESENTATIVES = {
 }
 
 
-def first(types: Iterable[str]) -> list[str]:
-    """Return representatives, then others, each sorted: what alternates does so among both."""
-    return sorted(types, key=lambda name: (name not in REPRESENTATIVES, name))
-
-
 def cases(types: Iterable[Any]) -> list[Any]:
-    """Return pytest's parameters, marked `nightly` but for representatives.
-
-    Each is a type, or a tuple that begins with one.
-    """
+    """pytest's parameters, types or tuples that begin with one: `nightly` but representatives."""
     nightly = pytest.mark.nightly
     return [
         pytest.param(*each, marks=[] if each[0] in REPRESENTATIVES else nightly)

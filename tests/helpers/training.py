@@ -1,7 +1,4 @@
-"""Packed models with adapters, and training of them on one or several ranks.
-
-The loop divides every batch over the ranks, as plain loops do.
-"""
+"""Packed models with adapters, training of them on one or several ranks, and how runs compare."""
 
 from __future__ import annotations
 
@@ -15,12 +12,7 @@ from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
@@ -118,15 +110,10 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Any,
-    batches: Iterable[Tensor],
-    rank: int = 0,
-    world: int = 1,
-    *,
-    group: Any = None,
+    model: Any, batches: Iterable[Tensor], rank: int = 0, world: int = 1, *, group: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     after_backward: Callable[[int], None] | None = None,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Train a step on this rank's rows of each batch of token ids; return the ranks' mean losses.
 
     `after_backward` is called with the number of the step, before that of the optimizer.
@@ -144,6 +131,17 @@ def train(
         optimizer.zero_grad()
         losses.append(mean_of_ranks(loss, world, group))
     return losses
+
+
+def record(model: Any, batches: Iterable[Tensor], rank: int = 0, world: int = 1) -> Run:
+    """Train as `train` does; return the losses, and the first step's gradients, gathered."""
+    gradients: dict[str, Tensor] = {}
+
+    def keep(step: int) -> None:
+        if step == 0:
+            gradients.update(whole_gradients(model))
+
+    return train(model, batches, rank, world, after_backward=keep), gradients
 
 
 def mean_of_ranks(value: Tensor, world: int, group: Any = None) -> float:
@@ -170,16 +168,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 def four_steps(folder: Path, world: int, **options: Any) -> TrainingArguments:
     """Arguments of a run of four steps, saved after the second one too."""
     return TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=12 // world,
-        max_steps=4,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+        output_dir=str(folder), per_device_train_batch_size=12 // world, max_steps=4, save_steps=2,
+        logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, **options,
+    )  # fmt: skip
 
 
 def trainer_of(model: Any, arguments: TrainingArguments) -> Trainer:
@@ -215,13 +206,13 @@ def token_batches(first: int, last: int, rows: int) -> list[Tensor]:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves."""
-    state = get_optimizer_state_dict(model, optimizer)
-    return {"model": get_model_state_dict(model), "optimizer": state}
+    state = state_dict.get_optimizer_state_dict(model, optimizer)
+    return {"model": state_dict.get_model_state_dict(model), "optimizer": state}
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **named: Any) -> None:
     """Load what it has saved, by any number of ranks."""
     state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=folder, **named)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dict.set_model_state_dict(model, state["model"])
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -83,12 +83,7 @@ def model_of(kind, folder):
     return model
 
 
-LENGTHS = {
-    "tasks": ["--length", "8"],
-    "pairs": ["--seq", "48"],
-    "text": ["--seq", "16"],
-    "chats": ["--seq", "64"],
-}
+LENGTHS = {"tasks": "--length 8", "pairs": "--seq 48", "text": "--seq 16", "chats": "--seq 64"}
 
 
 def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
@@ -96,7 +91,7 @@ def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
     recipe = run_all.RECIPES[name]
     model = model_of(recipe.model, folder) if model is None else model
     arguments = [str(folder / f"{recipe.data}.jsonl"), str(out), "--model", str(model)]
-    arguments += [*LENGTHS[recipe.data], "--steps", str(steps), *more]
+    arguments += [*LENGTHS[recipe.data].split(), "--steps", str(steps), *more]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     return runpy.run_path(str(FOLDER / f"{name}.py"))
 
@@ -132,15 +127,6 @@ def test_attention_and_experts(name, kind, layers, folder, tmp_path, monkeypatch
     found = factors(tmp_path)
     assert found == ALL if layers is ALL else layers <= found
     assert evaluated() == (2 if name == "continued" else 3)  # before, and after each step
-
-
-def test_text_of_gemma_4(folder, tmp_path, monkeypatch):
-    model = tmp_path / "model"
-    sizes = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
-    tiny_model("gemma4_text", **sizes).save_pretrained(model)
-    write_tokenizer(model)
-    run("qwen3_24gb", folder, tmp_path, monkeypatch, model=model)
-    assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
 
 
 class PictureProcessor:
@@ -265,25 +251,15 @@ def test_chat(folder, tmp_path, monkeypatch, evaluated, capsys):
     assert any(".experts.3.down_proj.lora_B" in key for key in served)
 
 
-class Stop(Exception):
-    """Ends a recipe where it begins to train."""
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """The trainers that recipes have made; each recipe ends, with `Stop`, when it would train."""
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch):
     made = []
 
     def stop(self, **_):
         made.append(self)
-        raise Stop
+        raise InterruptedError
 
     monkeypatch.setattr(trl.SFTTrainer, "train", stop)
-    return made
-
-
-@pytest.mark.parametrize("marks", [True, False])
-def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, trainers):
     model = shutil.copytree(model_of("qwen3_moe", folder), tmp_path / "model")
     if not marks:
         template = model / "chat_template.jinja"
@@ -291,13 +267,11 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     turns = [("user", "one"), ("assistant", "a b"), ("user", "two"), ("assistant", "c d")]
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 11))
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         run("chat", tmp_path, tmp_path / "out", monkeypatch, "--seq", "128", model=model)
-    (trainer,) = trainers
-    learned = set()
-    for row in trainer.train_dataset:
-        kept = [label for label in row["labels"] if label >= 0]
-        learned.add(trainer.processing_class.decode(kept))
+    (trainer,) = made
+    rows = [[i for i in row["labels"] if i >= 0] for row in trainer.train_dataset]
+    learned = set(map(trainer.processing_class.decode, rows))
     assert learned == ({"a b<|end|>c d<|end|>"} if marks else {"a b<|end|>", "c d<|end|>"})
     assert len(trainer.train_dataset) == (10 if marks else 20)
     assert len(trainer.eval_dataset) == (1 if marks else 2)

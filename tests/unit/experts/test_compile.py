@@ -84,7 +84,7 @@ def step(model: Any, length: int) -> dict[str, Tensor]:
     [
         ("qwen3_moe", "bf16 storage", None, [1, 0, 1, 0]),
         ("gpt_oss", "kept", True, [1, 0, 0, 0]),
-        ("granitemoe", "int8", True, [1, 0, 0, 0]),
+        pytest.param("granitemoe", "int8", True, [1, 0, 0, 0], marks=pytest.mark.nightly),
         pytest.param("deepseek_v3", "nf4", True, [2, 0, 0, 0], marks=pytest.mark.nightly),
     ],
 )

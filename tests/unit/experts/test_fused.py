@@ -54,7 +54,7 @@ def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatc
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert all_equal(layer_gradients(compiled, provider, parts), eager)
     assert len(made) == 3  # in either operator
-    for tokens in (5, 7, 12):  # compiled first, so that nothing has run eagerly
+    for tokens in (5, 12):  # compiled first, so that nothing has run eagerly
         parts = parts_of(tokens)
         found = layer_gradients(compiled, provider, parts)
         eager = layer_gradients(module, provider, parts)

@@ -208,14 +208,14 @@ def test_experts_in_host_memory_come_to_the_device_as_far_as_they_fit(monkeypatc
 
 
 def test_where_nothing_fits_offloading_is_named_only_if_it_helps():
-    model = adapted(num_hidden_layers=6)
+    model = adapted(num_hidden_layers=4)
     every = least_memory(model)
     with moe_qlora.offload_experts(model):
         least = least_memory(model)
-        with pytest.raises(ConfigError, match="experts of 6 in host memory takes") as error:
+        with pytest.raises(ConfigError, match="experts of 4 in host memory takes") as error:
             fitted(model, least - 1)
         assert "offload_experts" not in str(error.value)
-    with moe_qlora.offload_experts(model, layers=3):
+    with moe_qlora.offload_experts(model, layers=2):
         freed = f"would free {least_memory(model) - least} bytes"
         with pytest.raises(ConfigError, match=freed):
             fitted(model, least)
@@ -232,7 +232,7 @@ def test_where_nothing_fits_offloading_is_named_only_if_it_helps():
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_both_are_undone_in_either_order(first):
-    model = adapted(num_hidden_layers=4)
+    model = adapted(num_hidden_layers=3)
     ids, weights = token_ids(model), weights_of(model)
     resident = train(model, ids)
     off = moe_qlora.offload_experts(model)
@@ -391,7 +391,7 @@ def other_adapter(model: Any) -> None:
         both_batches(model)
 
 
-@pytest.mark.parametrize("run", [both_batches, in_bf16, other_adapter])
+@pytest.mark.parametrize("run", [in_bf16, other_adapter])
 def test_gradients_are_those_of_computing_all_again(run):
     """With dropout, which draws the same numbers again."""
 
@@ -499,7 +499,7 @@ def test_first_steps_that_take_more_than_was_planned_are_said(
     assert all(re.search(str(said), text) for text in found)
 
 
-@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
+@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH + 1, SEQ)])
 def test_more_or_longer_sequences_are_computed_again(shape, caplog):
     model = adapted("gpt_oss")
     ids = token_ids(model, *shape)

@@ -133,7 +133,13 @@ def flat(model: Any, batch_size: int = len(LENGTHS), seq_len: int = max(LENGTHS)
             each.remove()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=pytest.mark.nightly) if f in ("mixtral", "afmoe") else f
+        for f in FAMILIES
+    ],
+)
 def test_losses_and_gradients_are_those_of_each_sequence_alone(family, monkeypatch):
     """By masks and by offsets."""
     model = tiny_model(family, seed=0, **FAMILIES[family])

@@ -382,7 +382,7 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved, keep):
 def test_layers_are_one_graph_each_and_fetch_within_it(devices, monkeypatch):
     torch.compiler.reset()
     counters.clear()
-    model, reads, own = recordable(), Reads(devices), projection.multiply_codes
+    model, reads, own = recordable(3), Reads(devices), projection.multiply_codes
 
     def reading(*args: Any) -> Any:  # Around compiled code, the mode would keep it from compiling
         with reads:
@@ -397,8 +397,8 @@ def test_layers_are_one_graph_each_and_fetch_within_it(devices, monkeypatch):
     alone = made.frame_count
     with moe_qlora.offload_experts(model) as off:
         assert_same_training(steps(model, ids, weights), resident)
-        assert off.copies == 2 + STEPS * 2 * 2 and devices[0].missed == 1
-        assert reads.count > STEPS * 4 * 2
+        assert off.copies == 2 + STEPS * 2 and devices[0].missed == 1
+        assert reads.count > STEPS * 3 * 2
         assert not counters["graph_break"]
         assert made.frame_count == 2 * alone  # For all layers, as before
     assert_same_training(steps(model, ids, weights), resident)
