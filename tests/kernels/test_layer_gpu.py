@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings
 from tests.helpers.fused_layer import stack_of
+from tests.helpers.lora_layer import layer_gradients, random_like
 from tests.unit.experts import test_forward
 
 pytestmark = pytest.mark.gpu
@@ -77,25 +80,13 @@ def layer_of(tests, style, ranks, dtype=torch.bfloat16, lora=None, kind="nf4", *
     return module, provider, (x.requires_grad_(), index, weights.requires_grad_())
 
 
-def gradients(module, provider, x, index, weights, call=None):
-    run = module if call is None else call  # a compiled module has no truth value
-    out = run(x, index, weights)
-    seed = seed_of(out.shape).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, [x, weights, *provider.leaves()], seed)]
-
-
-def seed_of(shape):
-    generator = torch.Generator("cuda").manual_seed(9)
-    return torch.randn(shape, generator=generator, device="cuda")
-
-
 def both_ways(module, provider, parts, monkeypatch):
     """Outputs and gradients of the kernels, and of the projections one by one."""
     assert choice(module, parts[0]) == backend.FUSED
-    fused = gradients(module, provider, *parts)
+    fused = layer_gradients(module, provider, parts)
     real = backend.kernels_run
     monkeypatch.setattr(backend, "kernels_run", lambda device: False)
-    plain = gradients(module, provider, *parts)
+    plain = layer_gradients(module, provider, parts)
     monkeypatch.setattr(backend, "kernels_run", real)
     return fused, plain
 
@@ -104,7 +95,7 @@ def choice(module, x):
     return backend.choose_backend(module, backend.read_call(module, x))
 
 
-def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
+def in_fp64(tests, style, module, provider, parts, limit=0.4):
     """The unit tests' plain loops in fp64 on the CPU, over the same decoded weights."""
     wide = tests.make(style, torch.float64)
     if style.clamped:
@@ -117,9 +108,8 @@ def in_fp64(tests, style, module, provider, parts, dtype, limit=0.4):
     x, index, weights = (t.detach().cpu() for t in parts)
     x, weights = (t.double().requires_grad_() for t in (x, weights))
     twin = provider.to("cpu", torch.float64)
-    out = tests.slow(wide, style, twin, x, index, weights)
-    seed = seed_of(out.shape).to(dtype).double().cpu()
-    return [out.detach(), *torch.autograd.grad(out, [x, weights, *twin.leaves()], seed)]
+    run, seed = partial(tests.slow, wide, style, twin), random_like(parts[0]).double().cpu()
+    return layer_gradients(run, twin, (x, index, weights), seed)
 
 
 ROUTINGS = {
@@ -145,14 +135,14 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     module, provider, parts = layer_of(tests, style, ranks, dtype, **case)
     style = tests.STYLES[style]
     fused, plain = both_ways(module, provider, parts, monkeypatch)
-    exact = in_fp64(tests, style, module, provider, parts, dtype)
+    exact = in_fp64(tests, style, module, provider, parts)
     # A rounding beside a clamp's edge switches an element's gradient: as much as moving the edges
     # by a rounding does, of sums of up to 5. (On the CPU, one weight in 30 rounded otherwise makes
     # errors of 18 % out of 4 %.)
     edges = [0.0] * len(exact)
     if style.clamped:
         moved = [
-            in_fp64(tests, style, module, provider, parts, dtype, limit=0.4 + side / 100)
+            in_fp64(tests, style, module, provider, parts, limit=0.4 + side / 100)
             for side in (-1, 1)
         ]
         edges = [float((a - b).norm()) for a, b in zip(*moved, strict=True)]
@@ -162,7 +152,7 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
         slack = 0.02 if case.get("tokens") == 1 else 0.003
         allowed = 1.25 * (other.double() - right).norm() + slack * right.norm() + edge
         assert (mine.double() - right).norm() <= allowed
-    again = gradients(module, provider, *parts)
+    again = layer_gradients(module, provider, parts)
     assert all(torch.equal(a, b) for a, b in zip(fused, again, strict=True))
 
 
@@ -181,7 +171,7 @@ def test_repeats_to_the_bit(tests, rank, hidden, tokens, monkeypatch):
     x, index, weights = parts
     for _ in range(200):
         draw = torch.randn_like(x, requires_grad=True), index, weights
-        first, again = (gradients(module, provider, *draw) for _ in range(2))
+        first, again = (layer_gradients(module, provider, draw) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -204,13 +194,13 @@ def test_every_kind_and_dtype(tests, kind, dtype, style, tokens, monkeypatch):
 @pytest.mark.parametrize("style", ["concatenated", "interleaved"])
 def test_compiles_whole(tests, style, monkeypatch):
     module, provider, parts = layer_of(tests, style, ((8,), (8,)))
-    plain = gradients(module, provider, *parts)
+    plain = layer_gradients(module, provider, parts)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     calls = []
     real = fused.make_layer
     monkeypatch.setattr(fused, "make_layer", lambda *a: calls.append(1) or real(*a))
-    for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
+    for mine, other in zip(layer_gradients(compiled, provider, parts), plain, strict=True):
         assert torch.equal(mine, other)
     assert calls
 
@@ -219,11 +209,11 @@ def test_compiles_whole(tests, style, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 def test_no_wait_for_the_device_and_graphs(tests):
     module, provider, parts = layer_of(tests, "concatenated", ((8,), (8,)), tokens=300)
-    plain = gradients(module, provider, *parts)
+    plain = layer_gradients(module, provider, parts)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        gradients(module, provider, *parts)
+        layer_gradients(module, provider, parts)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()

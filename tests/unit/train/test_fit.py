@@ -208,14 +208,14 @@ def test_experts_in_host_memory_come_to_the_device_as_far_as_they_fit(monkeypatc
 
 
 def test_where_nothing_fits_offloading_is_named_only_if_it_helps():
-    model = adapted(num_hidden_layers=4)
+    model = adapted(num_hidden_layers=5)
     every = least_memory(model)
     with moe_qlora.offload_experts(model):
         least = least_memory(model)
-        with pytest.raises(ConfigError, match="experts of 4 in host memory takes") as error:
+        with pytest.raises(ConfigError, match="experts of 5 in host memory takes") as error:
             fitted(model, least - 1)
         assert "offload_experts" not in str(error.value)
-    with moe_qlora.offload_experts(model, layers=2):
+    with moe_qlora.offload_experts(model, layers=3):
         freed = f"would free {least_memory(model) - least} bytes"
         with pytest.raises(ConfigError, match=freed):
             fitted(model, least)
