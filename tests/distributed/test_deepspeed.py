@@ -24,15 +24,7 @@ from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers import training
 from tests.helpers.folders import contents
 from tests.helpers.ranks import are_same, assert_same_adapter, packed_bytes, said
-from tests.helpers.training import (
-    SETTINGS,
-    adamw,
-    adapted,
-    assert_same_training,
-    loaded,
-    logged_losses,
-    token_batches,
-)
+from tests.helpers.training import SETTINGS, adamw, adapted, assert_same_training, loaded
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed here"
@@ -73,7 +65,7 @@ def train(engine, steps):
     rank, world = distributed.get_rank(), distributed.get_world_size()
     losses = []
     engine.train()
-    for ids in token_batches(0, steps, 12):
+    for ids in training.token_batches(0, steps, 12):
         own = ids.chunk(world)[rank]
         loss = engine(input_ids=own, labels=own).loss
         engine.backward(loss)
@@ -120,7 +112,7 @@ def run_trainer(folder, name, world, zero):
     first.model.save_pretrained(folder / name / "adapter")
     again = trainer(folder, f"{name}, again", world, zero)
     again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
-    return logged_losses(first), logged_losses(again)
+    return training.logged_losses(first), training.logged_losses(again)
 
 
 def run_saves(folder, out, zero):
@@ -233,7 +225,7 @@ def adapter(folder):
 def test_two_ranks_train_as_one(results, folder, case):
     settings, steps = CASES[case].get("settings", "nf4"), CASES[case].get("steps", STEPS)
     model = adapted(loaded(folder / "plain", SETTINGS[settings]))
-    expected = training.train(model, token_batches(0, steps, 12))
+    expected = training.train(model, training.token_batches(0, steps, 12))
     model.save_pretrained(folder / "single" / case)
     saved = adapter(folder / "trained" / case)
     for result in results:
@@ -264,7 +256,7 @@ def test_trainer(results, folder):
     single = trainer(folder, "single trainer", 1, {})
     single.train()
     single.save_model(str(folder / "single trainer"))
-    trained, saved = logged_losses(single), adapter(folder / "single trainer")
+    trained, saved = training.logged_losses(single), adapter(folder / "single trainer")
     for name in ZERO:
         out = folder / f"{name}, trainer"
         for result in results:

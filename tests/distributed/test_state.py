@@ -24,15 +24,7 @@ import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.folders import contents
 from tests.helpers.ranks import SIZES, are_same, assert_same_adapter, said, sharded
-from tests.helpers.training import (
-    adamw,
-    adapted,
-    loaded,
-    restore,
-    state_of,
-    token_batches,
-    train,
-)
+from tests.helpers.training import adamw, adapted, loaded, restore, state_of, token_batches, train
 
 WORLD = 4
 SETTINGS = {

@@ -23,7 +23,7 @@ import moe_qlora
 from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers import training
-from tests.helpers.training import NF4, assert_same_training, loaded, logged_losses, whole
+from tests.helpers.training import NF4, assert_same_training, loaded, logged_losses
 
 STEPS, ROWS = 3, 4
 LAYERS = ["Qwen3MoeDecoderLayer"]
@@ -36,11 +36,12 @@ REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES = {
     "Trainer, ddp": {},
     "SFTTrainer, ddp": {"bf16": False},
-    "Trainer, fsdp2, reentrant": {"fsdp": True, "fsdp_config": FULL, **REENTRANT},
-    "Trainer, fsdp2, sharded": {"fsdp": True, "fsdp_config": SHARDED},
+    "Trainer, ddp, prepared": {"ddp_find_unused_parameters": False},
+    "Trainer, fsdp2": {"fsdp": True, "fsdp_config": SHARDED, **REENTRANT},
+    "Trainer, fsdp2, prepared": {"fsdp": True, "fsdp_config": FULL},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FULL, "bf16": False},
 }
-RESUMED = ("Trainer, ddp", "Trainer, fsdp2, sharded")  # from a checkpoint too
+RESUMED = ("Trainer, ddp", "Trainer, fsdp2")  # from a checkpoint too
 
 
 def adapted(folder):
@@ -55,7 +56,9 @@ def rows():
 
 def trainer_of(folder, world, out, case):
     torch.manual_seed(0)
-    is_sft = case.startswith("SFT")
+    is_sft, model = case.startswith("SFT"), adapted(folder)
+    if case.endswith("prepared"):  # before anything says that FSDP will shard it
+        moe_qlora.prepare_training(model, batch_size=ROWS // world, seq_len=8)
     options = {key: value for key, value in CASES[case].items() if world > 1 or "fsdp" not in key}
     settings = (SFTConfig if is_sft else TrainingArguments)(
         output_dir=out, use_cpu=True, per_device_train_batch_size=ROWS // world, max_steps=STEPS,
@@ -64,7 +67,7 @@ def trainer_of(folder, world, out, case):
     )  # fmt: skip
     if not is_sft:
         data = [{"input_ids": row, "labels": row} for row in rows()]
-        return Trainer(adapted(folder), settings, train_dataset=data)
+        return Trainer(model, settings, train_dataset=data)
     from datasets import Dataset
 
     settings.model_init_kwargs = {"dtype": torch.float32}
@@ -93,10 +96,13 @@ def tokenizer():
 
 def recorded(model, losses, norms):
     """Losses and trained weights, norms, and how many of how many packed tensors are sharded."""
-    weights = {n: whole(p).detach() for n, p in model.named_parameters() if p.requires_grad}
     packed = [p for p in model.parameters() if not p.is_floating_point()]
     sharded = sum(isinstance(p, DTensor) for p in packed)
-    return {"run": (losses, weights), "norms": norms, "sharded": (sharded, len(packed))}
+    return {
+        "run": (losses, training.trained_weights(model)),
+        "norms": norms,
+        "sharded": (sharded, len(packed)),
+    }
 
 
 @shards_integers()

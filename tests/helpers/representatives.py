@@ -1,9 +1,9 @@
 """The model types whose numerics every run computes; those of the others are computed at night.
 
-Detection, loading and a forward run for every type of the registry. What LoRA, the experts forward
-and merging compute is decided by few traits of a type, and 82 of 95 share one set of roles: here is
-a type of each value of each trait that the registry knows (a new value asks for a new line), and of
-each kind of attention and routing beside.
+Detection and a forward run for every type of the registry. How it is loaded, and what LoRA, the
+experts forward and merging compute, is decided by few traits of a type, and 82 of 95 share one set
+of roles: here is a type of each value of each trait that the registry knows (a new value asks for a
+new line), and of each kind of attention and routing beside.
 """
 
 from __future__ import annotations

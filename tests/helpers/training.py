@@ -156,6 +156,12 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all that is trained, by name, gathered."""
+    named = model.named_parameters()
+    return {name: whole(p).detach().clone() for name, p in named if p.requires_grad}
+
+
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all gradients by name, without the prefix of `DistributedDataParallel`."""
     return {

@@ -84,31 +84,16 @@ def ours(config, **settings):
     return {**config, "plugins": [NAME], "moe_qlora": settings}
 
 
-def read(config):
-    """The configuration, by way of a file and axolotl's own validation."""
+def write(config):
     out = Path(config["output_dir"])
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "config.yml"
-    file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return load_cfg(str(file))
+    (out / "config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return str(out / "config.yml")
 
 
-def train(config):
-    """What `axolotl train` does, but that the model is handed back; it and the losses."""
-    cfg = read(config)
-    try:
-        meta = load_datasets(cfg=cfg)
-        model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=meta)
-    finally:
-        PluginManager.get_instance().post_train_unload(cfg)
-    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    return model, losses
-
-
-def load(config):
-    """The model as axolotl's loader leaves it, and the configuration."""
-    cfg = read(config)
-    return ModelLoader(cfg, load_tokenizer(cfg)).load()[0], cfg
+def read(config):
+    """The configuration, by way of a file and axolotl's own validation."""
+    return load_cfg(write(config))
 
 
 @torch.no_grad()
@@ -126,8 +111,11 @@ def _off():
 def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_path):
     run = ours(config, lora_experts=True)
     written = copy.deepcopy(run)
-    model, losses = train(run)
+    cfg = read(run)
+    model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    PluginManager.get_instance().post_train_unload(cfg)
     assert run == written
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.3
     stacks = [parametrize.read_packed(*at[1:]) for at in parametrize.iter_packed(model)]
     assert len(stacks) == 4
@@ -161,7 +149,8 @@ def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_p
 def test_the_users_lists_are_kept(config):
     config["lora_target_parameters"] = ["mlp.experts.down_proj"]
     config["lora_exclude_modules"] = ["model.layers.1.self_attn.v_proj"]
-    model, cfg = load(ours(config))
+    cfg = read(ours(config))
+    model = ModelLoader(cfg, load_tokenizer(cfg)).load()[0]
     assert cfg.lora_target_parameters == ["mlp.experts.down_proj"]
     assert cfg.lora_exclude_modules == ["model.layers.1.self_attn.v_proj"]
     adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
@@ -216,12 +205,9 @@ def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config):
 def test_the_subcommand(config, capsys):
     from axolotl.cli.main import cli
 
-    out = Path(config["output_dir"])
-    out.mkdir(parents=True)
-    file = out / "config.yml"
-    file.write_text(yaml.safe_dump(ours(config)), encoding="utf-8")
+    file = write(ours(config))
     with pytest.raises(SystemExit) as end:
-        cli(["moe-experts", str(file), "--json"], standalone_mode=False)
+        cli(["moe-experts", file, "--json"], standalone_mode=False)
     assert end.value.code in (0, None)
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{") :])  # below axolotl's own banner

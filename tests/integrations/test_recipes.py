@@ -1,14 +1,10 @@
-"""The recipes of tools/recipes, as they are, on tiny models and the CPU.
-
-Scripts run in this process, the notebook in a kernel of its own.
-"""
+"""The recipes of tools/recipes, scripts and notebooks, as they are, on tiny models and the CPU."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import json
-import os
 import re
 import runpy
 import shutil
@@ -16,12 +12,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import transformers
 import trl
-from nbclient import NotebookClient
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -38,7 +32,7 @@ STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = run_all  # dataclasses look there
+sys.modules[spec.name] = run_all
 spec.loader.exec_module(run_all)
 from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
 
@@ -68,32 +62,41 @@ def one_rank(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data of each kind; models are written beside them when a recipe asks for one."""
-    root = tmp_path_factory.mktemp("recipes")
-    for kind, make in run_all.DATA.items():
-        lines = [json.dumps(make(i)) for i in range(3 if kind == "text" else 20)]
-        (root / f"{kind}.jsonl").write_text("\n".join(lines))
+    run_all.write_data(root := tmp_path_factory.mktemp("recipes"), 20)
+    lines = (root / "text.jsonl").read_text().splitlines()
+    (root / "text.jsonl").write_text("\n".join(lines[:3]))
     return root
 
 
-def model_of(kind, folder):
-    """The folder of a tiny model of this kind, made on first use."""
-    model = folder / kind
-    if not model.exists():
-        run_all.write_model(model, kind, tiny=True)
-    return model
+model_of = partial(run_all.model_of, tiny=True)
 
 
 LENGTHS = {"tasks": "--length 8", "pairs": "--seq 48", "text": "--seq 16", "chats": "--seq 64"}
 
 
+def run_script(name, monkeypatch, *arguments):
+    """Run a script as `python tools/recipes/NAME.py` does, and return its variables."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+def run_notebook(name, monkeypatch, **settings):
+    """Run a notebook's cells, the first with other settings, and return its variables."""
+    monkeypatch.chdir(FOLDER)
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    first, *rest = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    changed = [f"{key} = {value!r}" for key, value in settings.items()]
+    exec("\n".join([first, *changed, *rest]), found := {})  # noqa: S102 - the notebook's own code
+    return found
+
+
 def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
-    """Run a recipe as `python tools/recipes/NAME.py` does, and return its variables."""
+    """Run a recipe on data of its kind."""
     recipe = run_all.RECIPES[name]
     model = model_of(recipe.model, folder) if model is None else model
-    arguments = [str(folder / f"{recipe.data}.jsonl"), str(out), "--model", str(model)]
-    arguments += [*LENGTHS[recipe.data].split(), "--steps", str(steps), *more]
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    return runpy.run_path(str(FOLDER / f"{name}.py"))
+    arguments = [folder / f"{recipe.data}.jsonl", out, "--model", model]
+    arguments += [*LENGTHS[recipe.data].split(), "--steps", steps]
+    return run_script(name, monkeypatch, *arguments, *more)
 
 
 @pytest.fixture
@@ -184,15 +187,12 @@ def pictures(tmp_path, monkeypatch):
 def test_vision(form, pictures, tmp_path, monkeypatch, evaluated):
     (folder, data), out = pictures, tmp_path / "out"
     if form == "script":
-        arguments = [data, str(out), "--model", folder, "--seq", "64", "--steps", str(STEPS)]
-        monkeypatch.setattr(sys, "argv", ["vision", *arguments])
-        found = runpy.run_path(str(FOLDER / "vision.py"))
+        options = ("--model", folder, "--seq", 64, "--steps", STEPS)
+        found = run_script("vision", monkeypatch, data, out, *options)
         assert evaluated() == 3
     else:
-        cells = [c.source for c in notebook("vision").cells if c.cell_type == "code"]
         settings = {"MODEL": folder, "DATA": data, "OUT": str(out), "STEPS": STEPS}
-        cells[0] = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
-        exec("\n".join(cells), found := {})  # noqa: S102 - the notebook's own code
+        found = run_notebook("vision", monkeypatch, **settings)
     assert factors(out) == ALL
     model = found["model"]
     assert len(list(parametrize.iter_packed(model))) == 4
@@ -214,9 +214,7 @@ def test_two_gpus(folder, tmp_path, monkeypatch, evaluated):
 @pytest.mark.parametrize("arguments", [["loop"], ["loop", "--ddp"], ["sft", "--ddp"]])
 def test_parallel(arguments, folder, tmp_path, monkeypatch, evaluated):
     name, *options = arguments
-    paths = [str(model_of("qwen3_moe", folder)), str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [name, *paths, *options])
-    runpy.run_path(str(FOLDER / f"{name}.py"))
+    run_script(name, monkeypatch, model_of("qwen3_moe", folder), tmp_path, *options)
     assert factors(tmp_path) == ALL
     assert evaluated() == (1 if name == "loop" else 2)
 
@@ -226,8 +224,8 @@ def test_trl(name, folder, tmp_path, monkeypatch, evaluated):
     trainer = run(name, folder, tmp_path, monkeypatch)["trainer"]
     assert trainer.state.global_step == STEPS
     assert len(list(parametrize.iter_packed(trainer.model))) == 4
-    names = factors(tmp_path, trained=name == "dpo")  # random text may all be rewarded alike
-    assert names == ALL
+    # random text may all be rewarded alike
+    assert factors(tmp_path, trained=name == "dpo") == ALL
     assert evaluated() == (3 if name == "dpo" else 2)
 
 
@@ -277,27 +275,10 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch):
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def notebook(name="quickstart"):
-    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-
-
-def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))  # not the user's
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]), prepend=os.pathsep)
-    book = notebook()
-    (place,) = (
-        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
-    )
+def test_the_quickstart_runs_from_plan_to_server(folder, tmp_path, monkeypatch, capsys):
     model, out = str(model_of("olmoe", folder)), tmp_path / "out"
-    settings = {"MODEL": model, "OUT": str(out), "SEQ": 512, "STEPS": 4}
-    lines = [f"{name} = {value!r}" for name, value in settings.items()]
-    book.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
-    resources = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
-    text = "".join(
-        output.text for cell in book.cells for output in cell.get("outputs", ()) if "text" in output
-    )
+    run_notebook("quickstart", monkeypatch, MODEL=model, OUT=str(out), SEQ=512, STEPS=4)
+    text = capsys.readouterr().out
     assert "Fits 12GiB: True" in text
     assert "model.layers.0.mlp.experts.gate_up_proj: nf4, (4, 192, 64)" in text
     losses = re.search(r"Loss on the held-out replies: ([\d. ]+)", text)[1].split()
@@ -305,10 +286,8 @@ def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
     assert factors(out / "adapter") == ALL
     assert "loss" in (out / "report.html").read_text().lower()
     assert f"chat={out}/vllm" in text and f"vllm serve {out}/merged" in text
-    before, after = (
-        load_file(where / "model.safetensors") for where in (Path(model), out / "merged")
-    )
+    before = load_file(Path(model) / "model.safetensors")
+    after = load_file(out / "merged/model.safetensors")
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert {key.split(".")[-2] for key in changed} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
+    expected = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+    assert {key.split(".")[-2] for key in changed} == set(expected.split())

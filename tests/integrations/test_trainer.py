@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
-from tests.helpers.training import NF4, assert_same_training, loaded, logged_losses
+from tests.helpers.training import NF4, assert_same_training, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -65,11 +65,7 @@ def trained(model, out, resume=None, **options):
 def recorded(run):
     """Losses, in evaluation too, and the adapter."""
     evaluated = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    return logged_losses(run) + evaluated, adapter(run.model)
-
-
-def adapter(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+    return logged_losses(run) + evaluated, trained_weights(run.model)
 
 
 def codes(model):
@@ -97,7 +93,7 @@ def evaluated(model_folder, tmp_path_factory):
 def test_every_adapter_is_trained_and_no_code_changes(way, plain, model_folder, tmp_path):
     model = packed_after_the_load(model_folder) if way[0] == "p" else loaded(model_folder)
     model = adapted(model, way)
-    before = adapter(model)
+    before = trained_weights(model)
     run = trained(model, tmp_path)
     assert getattr(model, "hf_device_map", None) is None
     losses, weights = recorded(run)
@@ -141,7 +137,7 @@ def test_evaluation_changes_nothing_and_the_best_adapter_is_left(plain, evaluate
 def test_resume_is_bit_equal(way, plain, evaluated, model_folder, tmp_path):
     model = adapted(loaded(model_folder), way)
     run = trained(model, tmp_path, str(evaluated[1] / "checkpoint-2"), **SAVING)
-    assert_same_training((logged_losses(run), adapter(model)), plain)
+    assert_same_training((logged_losses(run), trained_weights(model)), plain)
 
 
 def test_checkpoints_hold_the_adapter_alone(evaluated, model_folder, tmp_path):
@@ -152,7 +148,7 @@ def test_checkpoints_hold_the_adapter_alone(evaluated, model_folder, tmp_path):
         assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
         assert not names & {"model.safetensors", "pytorch_model.bin", "config.json"}
         size = (folder / "adapter_model.safetensors").stat().st_size
-        assert size < 1.1 * sum(value.nbytes for value in adapter(run.model).values()) + 10_000
+        assert size < 1.1 * sum(t.nbytes for t in trained_weights(run.model).values()) + 10_000
         written = json.loads((folder / "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == str(model_folder)
     decoded = loaded(model_folder)
@@ -174,7 +170,7 @@ def test_checkpoints_hold_the_adapter_alone(evaluated, model_folder, tmp_path):
 def test_compiled_training_is_the_same_and_compiles_at_the_first_step_alone(
     regional, model_folder, tmp_path, monkeypatch
 ):
-    options = {"gradient_accumulation_steps": 2, "max_steps": 3}
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
     plain = trained(adapted(loaded(model_folder)), tmp_path, **options)
     torch.compiler.reset()
     # TrainingArguments writes the first of these.

@@ -19,7 +19,7 @@ from upstream import TRANSFORMERS
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.train.flat_rows import has_flat_rows
-from tests.helpers.training import NF4, assert_same, loaded, logged_losses
+from tests.helpers.training import NF4, assert_same, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -85,14 +85,6 @@ def codes(model):
     return found
 
 
-def adapter(model):
-    return {
-        name: value.detach().clone()
-        for name, value in model.named_parameters()
-        if ".default." in name and "lora_" in name
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "way"), [("sft", "folder"), ("dpo", "stock peft"), ("grpo", "packed")]
 )
@@ -102,7 +94,7 @@ def test_training(kind, way, model_folder, tmp_path, caplog):
     model = run.model
     assert len(list(parametrize.iter_packed(model))) == 4
     assert getattr(model, "hf_device_map", None) is None
-    before = adapter(model)
+    before = trained_weights(model)
     assert sum(".experts." in name for name in before) == 2 * 2 * 2
 
     run.train()
@@ -113,7 +105,7 @@ def test_training(kind, way, model_folder, tmp_path, caplog):
     assert f" {sum(value.numel() for value in before.values()):,} weights (" in line
     fresh = loaded(model_folder)
     assert_same(codes(model), codes(fresh))
-    for name, value in adapter(model).items():
+    for name, value in trained_weights(model).items():
         assert not torch.equal(value, before[name]), f"{name} was not trained"
     measured = logged_losses(run)
     assert len(measured) == steps and torch.isfinite(torch.tensor(measured)).all()
@@ -196,10 +188,10 @@ def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
     run = trainer("reward", "folder", model_folder, tmp_path, lora=lora, max_steps=2)
-    before = adapter(run.model)
+    before = trained_weights(run.model)
     assert sum(".experts." in name for name in before) == 8
     run.train()
-    assert not any(torch.equal(x, before[name]) for name, x in adapter(run.model).items())
+    assert not any(torch.equal(x, before[name]) for name, x in trained_weights(run.model).items())
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):
@@ -213,7 +205,7 @@ def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path
     assert all(bool(value.any()) for key, value in tensors.items() if "lora_B" in key)
     again = peft.PeftModel.from_pretrained(loaded(model_folder), out)
     ours = moe_qlora.load_adapter(loaded(model_folder), out)
-    for name, value in adapter(run.model).items():
+    for name, value in trained_weights(run.model).items():
         assert torch.equal(value.float(), again.get_parameter(name)), name
     ids = torch.arange(2, 50).reshape(2, 24)
     with torch.no_grad():
