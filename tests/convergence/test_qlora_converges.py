@@ -18,7 +18,7 @@ from typing import Any
 import peft
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moe_qlora
 
@@ -26,27 +26,19 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from tools import demo
 
-BNB = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)
-STEPS = 80
-RATE = 1e-2
-
-
+BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+BNB |= {"bnb_4bit_compute_dtype": "float32"}
+STEPS, RATE = 80, 1e-2
 SCALE = demo.Scale(hidden=64, experts=8, pretrain_steps=250, steps=STEPS, characters=300_000)
 
 
 def lora_config(experts: bool) -> LoraConfig:
     parameters = ["experts.gate_up_proj", "experts.down_proj"] if experts else None
     modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    how = {"target_modules": modules, "target_parameters": parameters, "task_type": "CAUSAL_LM"}
-    return LoraConfig(r=8, lora_alpha=16, **how)
+    return LoraConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 
 
-def test_packed_experts_train_like_full_ones(tmp_path: Path) -> None:
+def test_packed_experts_train_like_full_ones(tmp_path):
     torch.manual_seed(demo.SEED)
     run = demo.Run()
     demo.pretrain(tmp_path, SCALE, run)

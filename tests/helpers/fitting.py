@@ -102,13 +102,6 @@ def train(model: Any, ids: Tensor, steps: int = 3, seed: int = 3) -> tuple[list[
     return losses, {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
 
 
-def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bool:
-    """Whether losses and gradients are the same, bit by bit."""
-    (losses, gradients), (others, theirs) = first, second
-    same = losses == others and gradients.keys() == theirs.keys()
-    return same and all(torch.equal(gradients[name], theirs[name]) for name in theirs)
-
-
 def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
     return model(**batch).loss
 

@@ -15,11 +15,11 @@ from moe_qlora.packing.settings import CodecSettings
 from tests.helpers.mxfp4 import mxfp4_weight
 
 
-def stack_of(shape, kind, double, dtype=torch.float32):
+def stack_of(shape, kind, double, dtype=torch.float32, size=0.2):
     if kind == "mxfp4":
         return mxfp4_weight(*shape, dtype=dtype)
     storage = torch.int8 if kind == "int8" else torch.uint8
-    return codec.pack(torch.randn(shape).to(dtype) * 0.2, CodecSettings(kind, double, storage))
+    return codec.pack(torch.randn(shape).to(dtype) * size, CodecSettings(kind, double, storage))
 
 
 SILU = Gate("silu")
@@ -41,6 +41,7 @@ class Case:
     kind: tuple[str, bool] = ("nf4", True)
     only: int | None = None
     """All choices on this expert."""
+    dtype: torch.dtype = torch.float32
 
 
 OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
@@ -86,10 +87,10 @@ def build(case, seed=0):
     def shape(out, inp):
         return (case.experts, *((inp, out) if case.transposed else (out, inp)))
 
-    stacks = [stack_of(shape(*sizes), *case.kind) for sizes in
+    stacks = [stack_of(shape(*sizes), *case.kind, case.dtype) for sizes in
               ((width, case.hidden), (case.hidden, case.inner))]  # fmt: skip
-    x = torch.randn(case.tokens, case.hidden, requires_grad=True)
-    weights = torch.rand(case.tokens, case.top_k, requires_grad=True)
+    x = torch.randn(case.tokens, case.hidden).to(case.dtype).requires_grad_()
+    weights = torch.rand(case.tokens, case.top_k).to(case.dtype).requires_grad_()
     index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(case.tokens)])
     if case.only is not None:
         index = torch.full_like(index, case.only)
@@ -97,14 +98,16 @@ def build(case, seed=0):
     def lora(rank, inp, out):
         if not rank:
             return None
-        a, b = torch.randn(case.experts * rank, inp) * 0.2, torch.randn(out, rank * case.experts)
-        return Lora(a.requires_grad_(), (b * 0.2).requires_grad_(), 0.75)
+        a, b = torch.randn(case.experts * rank, inp), torch.randn(out, rank * case.experts)
+        a, b = ((t * 0.2).to(case.dtype).requires_grad_() for t in (a, b))
+        return Lora(a, b, 0.75)
 
     loras = lora(case.ranks[0], case.hidden, width), lora(case.ranks[1], case.inner, case.hidden)
     biases = None, None
     if case.biased:
-        biases = torch.randn(case.experts, width), torch.randn(case.experts, case.hidden)
-    made = Layer(*stacks, case.transposed, case.gate, torch.float32)
+        sizes = width, case.hidden
+        biases = tuple(torch.randn(case.experts, n).to(case.dtype) for n in sizes)
+    made = Layer(*stacks, case.transposed, case.gate, case.dtype)
     return made, stacks, x, weights, index, biases, loras
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from training import NF4, Run, assert_same_training
+from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -77,7 +77,3 @@ def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[float, dict[str, 
 COMPILED = 0.06
 """How far bf16 gradients of compiled layers may be from those of eager ones: both are some 4 % from
 those of float32, and up to 1.5 % from each other on a CPU."""
-
-
-def assert_near(got: Run, wanted: Run, within: float = 0.02) -> None:
-    assert_same_training(got, wanted, within)

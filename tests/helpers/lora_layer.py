@@ -41,6 +41,17 @@ class Provider:
     def active_lora(self, name: str) -> tuple[LoraFactors, ...]:
         return self.all.get(name, ())
 
+    def to(self, device: str, dtype: torch.dtype) -> Provider:
+        """A copy, with leaves of its own there."""
+        twin = copy.copy(self)
+
+        def moved(term: LoraFactors) -> LoraFactors:
+            a, b = (t.detach().to(device, dtype, copy=True) for t in (term.a, term.b))
+            return LoraFactors(a.requires_grad_(), b.requires_grad_(), term.scaling, term.dropout)
+
+        twin.all = {name: tuple(map(moved, terms)) for name, terms in self.all.items()}
+        return twin
+
     def leaves(self) -> list[Tensor]:
         return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
 
@@ -73,10 +84,18 @@ def add_lora(host: nn.Module, device: str = "cpu") -> Provider:
     return provider
 
 
+def random_like(x: Tensor) -> Tensor:
+    """The same numbers each time on a device."""
+    generator = torch.Generator(x.device).manual_seed(1)
+    return torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+
+
 def layer_gradients(
-    run: Callable[..., Tensor], provider: Provider, parts: Sequence[Tensor]
-) -> list[Tensor]:
-    """The output, and the gradients of x, the routing weights and the factors."""
+    run: Callable[..., Tensor], provider: Provider, parts: Sequence[Tensor],
+    seed: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """The output, and the gradients of x, the routing weights and the factors, from this one."""
     out = run(*parts)
-    seed = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    return [out, *torch.autograd.grad(out, [parts[0], parts[2], *provider.leaves()], seed)]
+    seed = random_like(out) if seed is None else seed
+    leaves = [parts[0], parts[2], *provider.leaves()]
+    return [out.detach(), *torch.autograd.grad(out, leaves, seed)]

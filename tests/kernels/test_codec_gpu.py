@@ -22,9 +22,7 @@ SHAPES = [(4, 64, 128), (3, 40, 48), (600, 16, 17), (96, 80)]
 
 
 @pytest.mark.parametrize(("kind", "double", "storage_dtype", "dtype"), MATRIX)
-def test_packs_and_decodes_as_bitsandbytes(
-    kind: str, double: bool, storage_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_packs_and_decodes_as_bitsandbytes(kind, double, storage_dtype, dtype):
     settings = CodecSettings(kind, double, storage_dtype)
     for shape in SHAPES:
         weight = torch.randn(shape, device="cuda").to(dtype)
@@ -50,7 +48,7 @@ def test_packs_and_decodes_as_bitsandbytes(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_int8_equals_vectorwise_quant(dtype: torch.dtype) -> None:
+def test_int8_equals_vectorwise_quant(dtype):
     weight = torch.randn(4, 40, 64, device="cuda").to(dtype)
     codes, scales, _ = bnb.int8_vectorwise_quant(weight.view(-1, 64).half())
     for limit in (codec.MAX_ELEMENTS, 200):
@@ -64,7 +62,7 @@ def test_int8_equals_vectorwise_quant(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
-def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
+def test_modules_move_with_their_statistics(settings):
     module = nn.Module()
     module.weight = nn.Parameter(torch.randn(5, 40, 48).bfloat16())
     parametrize.attach(module, "weight", pack(module.weight, settings))
@@ -78,7 +76,7 @@ def test_modules_move_with_their_statistics(settings: CodecSettings) -> None:
         assert torch.equal(module.weight.cpu(), here)
 
 
-def test_packing_peak_is_the_packed_form_and_a_chunk() -> None:
+def test_packing_peak_is_the_packed_form_and_a_chunk():
     weight = torch.randn(64, 1024, 2048, device="cuda", dtype=torch.bfloat16)
     pack(weight[:1], CodecSettings("nf4", True))
     torch.cuda.reset_peak_memory_stats()
@@ -94,7 +92,7 @@ def test_packing_peak_is_the_packed_form_and_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("settings", [CodecSettings("nf4"), CodecSettings("nf4", True), INT8])
-def test_stacks_beyond_int32(settings: CodecSettings) -> None:
+def test_stacks_beyond_int32(settings):
     weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
     assert weight.numel() > 2**31
     packed = pack(weight, settings)

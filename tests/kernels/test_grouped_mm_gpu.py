@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_qlora.packing import codec
-from moe_qlora.packing.settings import CodecSettings
+from tests.helpers.fused_layer import stack_of
 from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
@@ -25,11 +24,14 @@ def problem(inner, out, dtype, by_rows, sizes, apart=16):
     matrices = room[:, :, :inner].transpose(1, 2) if by_rows else room[:, :, :out]
     x = torch.randn(sum(sizes) + 5, inner + 2 * apart, device="cuda").to(dtype)[:, :inner]
     offsets = torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)
-    ends = offsets.tolist()
-    right = torch.cat(
-        [x[a:b].double() @ matrices[e].double() for e, (a, b) in enumerate(pairwise(ends))]
-    )
+    spans = enumerate(pairwise(offsets.tolist()))
+    right = torch.cat([x[a:b].double() @ matrices[e].double() for e, (a, b) in spans])
     return x, matrices, offsets, right
+
+
+def assert_exact(found, right, dtype):
+    error = (found.double() - right).norm() / right.norm()
+    assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), float(error)
 
 
 def multiply(x, matrices, offsets, tile, cut):
@@ -61,12 +63,9 @@ def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
         with cards.acting_as(card):
             cuts.add(grouped_mm.default(tile, x.device))
     for cut in sorted(cuts):
-        y = multiply(x, matrices, offsets, tile, cut)
-        error = (y[: len(right)].double() - right).norm() / right.norm()
-        assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (cut, float(error))
-        for _ in range(3):
-            again = multiply(x, matrices, offsets, tile, cut)
-            assert torch.equal(y[: len(right)], again[: len(right)]), cut
+        found = [multiply(x, matrices, offsets, tile, cut)[: len(right)] for _ in range(4)]
+        assert_exact(found[0], right, dtype)
+        assert all(torch.equal(found[0], again) for again in found), cut
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
@@ -96,11 +95,9 @@ def test_rows_fetched_from_tokens(by_rows, dtype, tokens, inner, rank, out):
         arguments = x, matmul, matrices, routing, (0, out), products.flatten()
         y, again = (grouped_mm.KERNEL.launch(*arguments) for _ in range(2))
         ends = routing.expert_offsets[: experts + 1].tolist()
-        right = torch.cat(
-            [read[a:b] @ matrices[e].double() for e, (a, b) in enumerate(pairwise(ends))]
-        )
-        error = (y.double() - right).norm() / right.norm()
-        assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), float(error)
+        spans = enumerate(pairwise(ends))
+        right = torch.cat([read[a:b] @ matrices[e].double() for e, (a, b) in spans])
+        assert_exact(y, right, dtype)
         assert torch.equal(y, again)
 
 
@@ -126,9 +123,7 @@ def test_layers_as_on_other_cards(
 
     def packed(out, into):
         shape = (experts, into, out) if transposed else (experts, out, into)
-        storage = torch.int8 if kind == "int8" else torch.uint8
-        weight = torch.randn(shape, device="cuda").mul_(0.05).to(dtype)
-        return codec.pack(weight, CodecSettings(kind, double, storage))
+        return stack_of(shape, kind, double, dtype, 0.05).to("cuda")
 
     def lora(out, into):
         a = torch.randn(experts * rank, into, device="cuda").mul_(0.05).to(dtype)

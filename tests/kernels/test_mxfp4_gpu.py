@@ -71,18 +71,17 @@ def layer(hidden: int, inner: int, count: int, dtype: torch.dtype):
 
 def added(wide: nn.Module, provider: Provider, count: int) -> list[torch.Tensor]:
     """Put the sum of base and LoRA into the plain module; return the factors that it is made of."""
-    leaves = []
+    twin = provider.to("cuda", torch.float64)
     for name in NAMES:
-        [factors] = provider.all[name]
-        a, b = (t.detach().double().requires_grad_() for t in (factors.a, factors.b))
-        leaves += [a, b]
+        [factors] = twin.all[name]
+        a, b = factors.a, factors.b
         products = torch.einsum(
             "ore,eri->eio", b.view(b.shape[0], -1, count), a.view(count, -1, a.shape[1])
         )
         base = getattr(wide, name).detach()
         del wide._parameters[name]
         setattr(wide, name, base + products * factors.scaling)
-    return leaves
+    return twin.leaves()
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -92,9 +91,8 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     from moe_qlora.kernels import grouped_mm, quantized_mm, quantized_mm_hopper, table, workspace
 
     module, wide = layer(hidden, inner, count, dtype)
-    with torch.device("cuda"):
-        sizes = {NAMES[0]: (2 * inner, hidden), NAMES[1]: (hidden, inner)}
-        provider = Provider(sizes, count, dtype)
+    sizes = {NAMES[0]: (2 * inner, hidden), NAMES[1]: (hidden, inner)}
+    provider = Provider(sizes, count, dtype).to("cuda", dtype)
     operands.set_lora_source(module, provider)
     x = (torch.randn(tokens, hidden, device="cuda") * 0.3).to(dtype).requires_grad_()
     index = torch.rand(tokens, count, device="cuda").topk(2, -1).indices

@@ -53,6 +53,13 @@ def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products
     return kernel.launch(x, matmul, operand, rows, span, products)
 
 
+def assert_exact(found, right, dtype):
+    """One rounding of the result: all else is in fp32 or exact; and the same bits each time."""
+    limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
+    assert (found[0].double() - right).norm() < limit * right.norm()
+    assert all(torch.equal(found[0], again) for again in found)
+
+
 def takes(kernel, packed, dtype, back, rows=1000):
     """Whether a kernel works here and takes such a product of `rows` rows."""
     from moe_qlora.kernels import cards
@@ -84,11 +91,8 @@ def test_the_cuts_of_all_cards(shape, kind, tile, back):
         cuts.add(kernel.cut(of, tile))
     for config in cuts:
         for span in ((0, right.shape[1]), (64, min(128, right.shape[1]))):
-            given, wanted = (
-                (packed, routing, x, factor, tile, back, span, config),
-                right[:, slice(*span)],
-            )
-            y = run(kernel, *given)
+            given = packed, routing, x, factor, tile, back, span, config
+            y, wanted = run(kernel, *given), right[:, slice(*span)]
             assert (y.double() - wanted).norm() < 3e-3 * wanted.norm(), (config, span)
             assert torch.equal(y, run(kernel, *given))
 
@@ -108,17 +112,10 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
     )
     if not takes(KERNEL, packed, dtype, back):
         pytest.skip("no Hopper GPU")
-    span, factor = (
-        (span[0], right.shape[1] if span[1] is None else span[1]),
-        factor if rank else None,
-    )
+    span = span[0], span[1] or right.shape[1]
+    factor = factor if rank else None
     found = [run(KERNEL, packed, routing, x, factor, tile, back, span) for _ in range(6)]
-    right = right[:, slice(*span)]
-    # One rounding of the result: everything else is in fp32 or exact.
-    assert (found[0].double() - right).norm() < (
-        2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
-    ) * right.norm()
-    assert all(torch.equal(found[0], again) for again in found)
+    assert_exact(found, right[:, slice(*span)], dtype)
 
 
 @pytest.mark.parametrize("kind", [("nf4", True), ("nf4", False), ("fp4", True)])
@@ -136,7 +133,7 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
     )
     if not takes(KERNEL, packed, dtype, False):
         pytest.skip("no Hopper GPU")
-    span, products = (span[0], right.shape[1] if span[1] is None else span[1]), None
+    span, products = (span[0], span[1] or right.shape[1]), None
     rows, tail = x[:, :inner].contiguous(), x[:, inner:].contiguous()
     if gathers:
         tokens = torch.empty_like(rows)
@@ -145,16 +142,10 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
     else:
         x = torch.cat([reorder(rows), tail], 1)
     factor = factor if rank else None
-    found = [
-        run(KERNEL, packed, routing, x, factor, 256, False, span, None, products) for _ in range(5)
-    ]
+    given = packed, routing, x, factor, 256, False, span, None, products
+    found = [run(KERNEL, *given) for _ in range(5)]
     assert takes(KERNEL, packed, dtype, False)  # it has compiled
-    right = right[:, slice(*span)]
-    # One rounding of the result: everything else is in fp32 or exact.
-    assert (found[0].double() - right).norm() < (
-        2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
-    ) * right.norm()
-    assert all(torch.equal(found[0], again) for again in found)
+    assert_exact(found, right[:, slice(*span)], dtype)
 
 
 @pytest.mark.parametrize("back", [False, True])

@@ -35,23 +35,15 @@ def contents(model):
     return {k: v for k, v in bits(model).items() if ".experts." in k and ".lora_" not in k}
 
 
-def sweep(model):
-    """What TRL's experimental trainers do before training in bfloat16."""
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float32:
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def adapters_to_bf16(model):
-    """What TRL's trainers do with a model that is loaded in 4 or 8 bit."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(torch.bfloat16)
+def to_bf16(model, chosen):
+    for parameter in filter(chosen, model.parameters()):
+        parameter.data = parameter.data.to(torch.bfloat16)
 
 
 CASTS = {
-    "adapters": adapters_to_bf16,
-    "sweep": sweep,
+    # As TRL's trainers do with a model in 4 or 8 bit, and its experimental ones with any.
+    "adapters": lambda model: to_bf16(model, lambda p: p.requires_grad),
+    "sweep": lambda model: to_bf16(model, lambda p: p.dtype == torch.float32),
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "float": lambda model: model.float(),
@@ -83,9 +75,8 @@ def test_cast(name, stored, folder):
     CASTS[name](model)
     if stored in DESTROYS.get(name, ()):
         message = rf"codes of model\.layers\.0\.\S+ were cast from {stored} to torch\.\w+, which"
-        with pytest.raises(moe_qlora.QuantizationError, match=message) as caught:
+        with pytest.raises(moe_qlora.QuantizationError, match=message):
             model(**inputs)
-        assert "\n" not in str(caught.value)
         return
     assert contents(model) == before
     output = model(**inputs, labels=inputs["input_ids"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.testing import assert_close
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moe_qlora
@@ -60,29 +61,22 @@ def packed(folder: Path, model_type: str, codes: str, dtype: torch.dtype = torch
     return adapted(model, ["o_proj" if model_type == "deepseek_v3" else "q_proj"]).train()
 
 
-def layers_of(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def ids(length: int, rows: int = 2) -> Tensor:
-    return torch.randint(5, 48, (rows, length), generator=torch.Generator().manual_seed(length))
+def compile_layers(model: nn.Module, **options: Any) -> Graphs:
+    graphs = Graphs()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(backend=graphs, fullgraph=True, **options)
+    return graphs
 
 
 def step(model: Any, length: int) -> dict[str, Tensor]:
     """The loss and all gradients of one micro-batch."""
-    loss = model(input_ids=ids(length), labels=ids(length), use_cache=False).loss
+    ids = torch.randint(5, 48, (2, length), generator=torch.Generator().manual_seed(length))
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    results = {"loss": loss.detach()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            results[name], parameter.grad = parameter.grad, None
-    return results
-
-
-def assert_same(compiled: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
-    assert compiled.keys() == plain.keys()
-    for name, value in plain.items():
-        torch.testing.assert_close(compiled[name], value, msg=lambda text, name=name: name + text)
+    named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **named}
 
 
 @pytest.mark.parametrize(
@@ -90,14 +84,13 @@ def assert_same(compiled: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
     [
         ("qwen3_moe", "bf16 storage", None, [1, 0, 1, 0]),
         ("gpt_oss", "kept", True, [1, 0, 0, 0]),
-        ("granitemoe", "int8", True, [1, 0, 0, 0]),
+        pytest.param("granitemoe", "int8", True, [1, 0, 0, 0], marks=pytest.mark.nightly),
         pytest.param("deepseek_v3", "nf4", True, [2, 0, 0, 0], marks=pytest.mark.nightly),
     ],
 )
 def test_layers_share_a_graph_and_one_more_for_all_lengths(
-    model_type: str, codes: str, dynamic: bool | None, expected: list[int],
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    model_type, codes, dynamic, expected, tmp_path, monkeypatch
+):
     """No call sets an attribute: torch 2.11 would compile no layer that is checkpointed."""
 
     def refuse(module: nn.Module, name: str, value: Any) -> None:
@@ -108,18 +101,15 @@ def test_layers_share_a_graph_and_one_more_for_all_lengths(
     model.enable_input_require_grads()
     lengths = 12, 12, 17, 23
     plain = [step(model, length) for length in lengths]
-    graphs = Graphs()
-    for layer in layers_of(model):
-        layer.compile(backend=graphs, fullgraph=True, dynamic=dynamic)
+    graphs = compile_layers(model, dynamic=dynamic)
     compiled: list[dict[str, Tensor]] = []
     for kind in {type(module) for _, module, _ in parametrize.iter_packed(model)}:
         monkeypatch.setattr(kind, "__setattr__", refuse)
     assert [graphs.of(lambda n=n: compiled.append(step(model, n))) for n in lengths] == expected
-    for one, other in zip(compiled, plain, strict=True):
-        assert_same(one, other)
+    assert_close(compiled, plain)
 
 
-def test_each_way_to_call_is_compiled_once(tmp_path: Path) -> None:
+def test_each_way_to_call_is_compiled_once(tmp_path):
     model = packed(tmp_path, "qwen3_moe", "nf4", torch.bfloat16)
     model.add_adapter("other", LoraConfig(r=5, target_modules=["k_proj"], lora_dropout=0.5))
     model.enable_input_require_grads()
@@ -131,9 +121,8 @@ def test_each_way_to_call_is_compiled_once(tmp_path: Path) -> None:
             return step(model, 12)
 
     ways = [("default", False), ("default", True), ("other", False)]
-    plain, graphs = [way(*each) for each in ways], Graphs()
-    for layer in layers_of(model):
-        layer.compile(backend=graphs, fullgraph=True)
+    plain = [way(*each) for each in ways]
+    graphs = compile_layers(model)
     for count in (1, 0):
         for each, wanted in zip(ways, plain, strict=True):
-            assert graphs.of(lambda e=each, w=wanted: assert_same(way(*e), w)) == count
+            assert graphs.of(lambda e=each, w=wanted: assert_close(way(*e), w)) == count

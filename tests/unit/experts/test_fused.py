@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from moe_qlora.experts import backend, fused
 from moe_qlora.packing import parametrize
@@ -19,7 +21,17 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-T = 11
+
+
+def parts_of(tokens):
+    """Hidden states, choices and routing weights."""
+    x = torch.randn(tokens, H).half().requires_grad_()
+    weights = torch.rand(tokens, K).half().requires_grad_()
+    return x, torch.rand(tokens, E).topk(K, -1).indices, weights
+
+
+def all_equal(found, wanted):
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.fixture
@@ -29,35 +41,25 @@ def case(monkeypatch):
     host = packed_host()
     provider = add_lora(host)
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
-    x = torch.randn(T, H).half().requires_grad_()
-    weights = torch.rand(T, K).half().requires_grad_()
-    return host.experts, provider, (x, torch.rand(T, E).topk(K, -1).indices, weights)
-
-
-def refuse_kernels(monkeypatch):
-    """As where the kernels do not run."""
-    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
+    return host.experts, provider, parts_of(11)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_eager_equals_the_projections_and_compiled_equals_eager(case, monkeypatch):
     module, provider, parts = case
-    ran = []
-    real = fused.make_layer
-
-    def recorded(inputs):
-        ran.append((tuple(inputs.gate), inputs.transposed, inputs.x.dtype))
-        return real(inputs)
-
-    monkeypatch.setattr(fused, "make_layer", recorded)
+    made, real = [], fused.make_layer
+    monkeypatch.setattr(fused, "make_layer", lambda *a: made.append(real(*a)) or made[-1])
     eager = layer_gradients(module, provider, parts)
-    assert len(ran) == 1
+    assert len(made) == 1
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for mine, other in zip(layer_gradients(compiled, provider, parts), eager, strict=True):
-        assert torch.equal(mine, other)
-    assert len(ran) == 3  # in either operator
-    assert ran[1:] == ran[:1] * 2
-    refuse_kernels(monkeypatch)
+    assert all_equal(layer_gradients(compiled, provider, parts), eager)
+    assert len(made) == 3  # in either operator
+    for tokens in (5, 12):  # compiled first, so that nothing has run eagerly
+        parts = parts_of(tokens)
+        found = layer_gradients(compiled, provider, parts)
+        eager = layer_gradients(module, provider, parts)
+        assert all_equal(found, eager)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
     for mine, other in zip(eager, layer_gradients(module, provider, parts), strict=True):
         assert (mine - other).float().norm() < 4e-3 * other.float().norm()
 
@@ -97,10 +99,6 @@ def detached(tensor):
     return tensor.detach().clone().requires_grad_(tensor.dtype == torch.float16)
 
 
-def checkpointed(function, *parts):
-    return torch.utils.checkpoint.checkpoint(function, *parts, use_reentrant=False)
-
-
 @pytest.mark.parametrize("needed", [False, True], ids=["left out", "saved later"])
 def test_a_recomputation_leaves_out_a_second_product_that_none_needs(case, needed, monkeypatch):
     module, provider, parts = case
@@ -112,22 +110,9 @@ def test_a_recomputation_leaves_out_a_second_product_that_none_needs(case, neede
         return module(*parts).square() if needed else module(*parts)
 
     plain = layer_gradients(call, provider, parts)
-    again = layer_gradients(lambda *parts: checkpointed(call, *parts), provider, parts)
+    again = layer_gradients(partial(checkpoint, call, use_reentrant=False), provider, parts)
     assert len(products) == (3 if needed else 2)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_for_any_number_of_tokens(case):
-    module, provider, _ = case
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    for tokens in (5, 7, 12):
-        x = torch.randn(tokens, H).half().requires_grad_()
-        weights = torch.rand(tokens, K).half().requires_grad_()
-        parts = x, torch.rand(tokens, E).topk(K, -1).indices, weights
-        found = layer_gradients(compiled, provider, parts)  # first, so that nothing has run eagerly
-        for mine, other in zip(found, layer_gradients(module, provider, parts), strict=True):
-            assert torch.equal(mine, other)
+    assert all_equal(plain, again)
 
 
 def test_tensors_of_several_devices_are_refused(case, monkeypatch):
@@ -142,19 +127,16 @@ def test_tensors_of_several_devices_are_refused(case, monkeypatch):
 def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     module, provider, parts = case
     right = layer_gradients(module, provider, parts)
-    real = backend.read_operand
-    off = []
+    real, off = backend.read_operand, []
 
     def shifted(module, name):
         packed = real(module, name)
-        wide = torch.cat([packed.absmax[:1], packed.absmax])
-        return replace(packed, absmax=wide[1:])
+        return replace(packed, absmax=torch.cat([packed.absmax[:1], packed.absmax])[1:])
 
     monkeypatch.setattr(backend, "read_operand", shifted)
     layer = fused.make_layer
     monkeypatch.setattr(fused, "make_layer", lambda *a: off.append(layer(*a)) or off[-1])
-    mine = layer_gradients(module, provider, parts)
-    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+    assert all_equal(layer_gradients(module, provider, parts), right)
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
 
 
@@ -209,7 +191,7 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
     module.has_bias, module.has_post_expert_norm = False, True
     assert "a norm stands between" in choice(module, x).reason
     module.has_post_expert_norm = False
-    refuse_kernels(monkeypatch)
+    monkeypatch.setattr(backend, "kernels_run", lambda device: False)
     assert "need CUDA of compute capability 8.0 and Triton, not cpu" in choice(module, x).reason
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     parametrize.detach(module, "down_proj")

@@ -17,10 +17,10 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import offload as host_memory
 from tests.helpers.delayed import delayed
-from tests.helpers.fitting import equal, token_ids, train, with_lora
+from tests.helpers.fitting import token_ids, train, with_lora
 from tests.helpers.folders import bits
 from tests.helpers.mxfp4 import write_gpt_oss
-from tests.helpers.training import NF4, loaded
+from tests.helpers.training import NF4, assert_same_training, loaded
 
 INT8 = {"load_in_8bit": True}
 
@@ -72,9 +72,11 @@ def test_a_load_into_host_memory(folder, config, keeps, folders, monkeypatch):
     assert bits(model) == bits(expected)
     first, second = with_lora(expected), with_lora(model)
     ids = token_ids(first, seq=12)
-    assert equal(train(first, ids), train(second, ids)) and off.copies > 0
+    assert_same_training(train(first, ids), train(second, ids))
+    assert off.copies > 0
     off.remove()
-    assert "on host" not in repr(model) and equal(train(first, ids), train(second, ids))
+    assert "on host" not in repr(model)
+    assert_same_training(train(first, ids), train(second, ids))
 
 
 class Watch:

@@ -27,8 +27,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+from moe_qlora.kernels import (  # noqa: E402
+    cards,
+    gate_kernels,
+    grouped_mm,
+    moe_layer,
+    quantized_mm,
+    quantized_mm_hopper,
+    quantized_mm_rs,
+    routing,
+    workspace,
+)
+from moe_qlora.kernels.factors import Factors  # noqa: E402
+from moe_qlora.kernels.row_kernels import multiply_tokens  # noqa: E402
+from moe_qlora.kernels.table import Matmul  # noqa: E402
+from tests.helpers.fused_layer import Case, build, stack_of  # noqa: E402
+from tests.helpers.tiles import tiled  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
+TRITONS = sorted(Path(sys.prefix).glob("triton-3.*"))
+"""The folders of `tools/test_triton`, one for each version."""
+
 NAMES = {
     "_decode_kernel", "absmax_kernel", "count_kernel", "expert_major_kernel", "expert_minor_kernel",
     "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "grouped_kernel", "product_kernel",
@@ -46,10 +69,6 @@ FP8, of which nothing here is."""
 
 REGISTERS = 65536
 """Of a multiprocessor, on all of them."""
-
-
-TRITONS = sorted(Path(sys.prefix).glob("triton-3.*"))
-"""The folders of `tools/test_triton`, one for each version."""
 
 
 def lines_of(folder: Path, *mode: str, triton: Path | None = None) -> list[str]:
@@ -73,7 +92,6 @@ def lines_of(folder: Path, *mode: str, triton: Path | None = None) -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("triton", sorted({*TRITONS[:1], *TRITONS[-1:]}) or [None])
 def test_all_kernels_compile(triton, tmp_path):
-    pytest.importorskip("triton")
     lines = lines_of(tmp_path, "layers", triton=triton)
     compiled = {tuple(line.split()) for line in lines if line.startswith("sm_")}
     both = {(capability, name) for capability in ("sm_80", "sm_90") for name in NAMES}
@@ -81,7 +99,6 @@ def test_all_kernels_compile(triton, tmp_path):
 
 
 def reports_of(target, folder, triton=None):
-    pytest.importorskip("triton")
     lines = lines_of(folder, "matmuls", str(target), triton=triton)
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len({report["matmul"] for report in found}) == len(found) == (23 if target == 90 else 13)
@@ -99,10 +116,8 @@ def test_each_triton_makes_as_good_matmuls(tmp_path):
             print(triton.name, report["matmul"], report["registers"], reference["registers"])
             assert report["spilled"] == reference["spilled"] == 0, report
             assert report["shared"] <= reference["shared"], report
-            fit, fitted = (
-                REGISTERS // (r["registers"] * r["threads"]) for r in (report, reference)
-            )
-            assert fit >= fitted, (report, reference)
+            own, old = (REGISTERS // (r["registers"] * r["threads"]) for r in (report, reference))
+            assert own >= old, (report, reference)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +149,6 @@ def test_matmuls_fit_their_card(target, tmp_path):
 
 def without_device() -> Any:
     """Make Triton compile for `capability` of what is returned."""
-    import torch
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -165,8 +179,6 @@ def matmuls(goal: str) -> None:
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
-    from moe_qlora.kernels import cards
-
     target = without_device()
     compile_only, compiled = JITFunction.run, []
 
@@ -188,14 +200,6 @@ def matmuls(goal: str) -> None:
 
 def matmul_launches() -> Iterator[str]:
     """Launch both matmuls, as a card cuts them; yield their names."""
-    import torch
-
-    from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.quantized_mm import KERNEL
-    from moe_qlora.kernels.routing import Routing, ints_size
-    from moe_qlora.kernels.table import Matmul
-    from tests.helpers.tiles import tiled
-
     cpu = torch.device("cpu")
     offsets = torch.zeros(16, dtype=torch.int32)
     rows, cols, rank = 192, 256, 16
@@ -205,12 +209,12 @@ def matmul_launches() -> Iterator[str]:
         (64, False, "mxfp4"),
     ):  # fmt: skip
         inner, out = (rows, cols) if back else (cols, rows)
-        stack = packed_like((2, rows, cols), kind, nested=False)
-        config = KERNEL.cut(Matmul(stack, torch.bfloat16, 16, not back), tile)
+        stack = stack_of((2, rows, cols), kind, False, torch.bfloat16)
+        config = quantized_mm.KERNEL.cut(Matmul(stack, torch.bfloat16, 16, not back), tile)
         fetches, factor = tile == 64 or not back, bf16(2, out, rank)
         x = bf16(8, inner) if fetches else bf16(16, inner + rank)
         products = bf16(16 * rank) if fetches else None
-        multiply(KERNEL, x, stack, factor, tile, back, cut=config, products=products)
+        multiply(quantized_mm.KERNEL, x, stack, factor, tile, back, cut=config, products=products)
         yield f"quantized {kind}, {tile} rows, {'back' if back else 'out'}"
     for tile, by_rows in ((16, True), (64, True), (128, True), (128, False)):
         # Rows of 2048 and LoRA's 16 features; the last step is not a whole one.
@@ -219,19 +223,19 @@ def matmul_launches() -> Iterator[str]:
         matmul, rows = SimpleNamespace(tile=tile, cut=cut), tiled(offsets[:3], 16, tile)
         grouped_mm.KERNEL.launch(bf16(16, 2064), matmul, matrices, rows, (0, 1536))
         yield f"grouped, {tile} rows, {'by rows' if by_rows else 'by columns'}"
-    ints = torch.zeros(ints_size(4096, 2), dtype=torch.int32)
     tokens, products, matrices = bf16(512, 2048), bf16(4096 * 16), bf16(2, 2064, 1536)
     matmul = SimpleNamespace(tile=128, cut=grouped_mm.default(128, cpu))
-    routing = Routing(ints, 4096, 2, 8)
-    grouped_mm.KERNEL.launch(tokens, matmul, matrices, routing, (0, 1536), products)
+    grouped_mm.KERNEL.launch(tokens, matmul, matrices, routed(4096, 2, 8), (0, 1536), products)
     yield "grouped, 128 rows, fetched from tokens"
 
 
 def bf16(*shape: int) -> Any:
-    """Return room in bf16."""
-    import torch
-
     return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def routed(count: int, experts: int, top_k: int) -> Any:
+    ints = torch.zeros(routing.ints_size(count, experts), dtype=torch.int32)
+    return routing.Routing(ints, count, experts, top_k)
 
 
 def assembled(kernel: Any, capability: int) -> dict[str, Any]:
@@ -258,35 +262,8 @@ def assembled(kernel: Any, capability: int) -> dict[str, Any]:
     }
 
 
-def packed_like(shape: tuple[int, int, int], kind: str, nested: bool) -> Any:
-    """Return a packed weight of no values."""
-    import torch
-
-    from moe_qlora.kernels.weights import NestedAbsmax, PackedWeight
-    from moe_qlora.packing.mxfp4 import MXFP4
-    from moe_qlora.packing.settings import CodecSettings
-
-    numel = shape[0] * shape[1] * shape[2]
-    if kind == "int8":
-        codes = torch.empty(numel, dtype=torch.int8)
-        scales = torch.empty(numel // shape[2])
-        return PackedWeight(codes, scales, None, 0, None, shape, kind, torch.bfloat16)
-    if kind == "mxfp4":
-        codes = torch.empty(numel // 2, dtype=torch.uint8)
-        exponents = torch.empty(numel // 32, dtype=torch.uint8)
-        return MXFP4.finish(codes, exponents, shape, torch.bfloat16, CodecSettings(kind))
-    outer = torch.empty(numel // 2**14 + 1)
-    second = NestedAbsmax(torch.empty(256), outer, torch.empty(()), 256) if nested else None
-    absmax = torch.empty(numel // 64, dtype=torch.uint8 if nested else torch.float32)
-    codes = torch.empty(numel // 2, dtype=torch.uint8)
-    table = torch.empty(16)
-    return PackedWeight(codes, absmax, table, 64, second, shape, kind, torch.bfloat16)
-
-
 def main() -> None:
     """Launch everything with launches replaced by compilations; prints the kernels' names."""
-    import torch
-    import torch.nn.functional as F
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
@@ -321,31 +298,18 @@ def main() -> None:
     JITFunction.run = run
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
-    from moe_qlora.kernels import gate_kernels, moe_layer, quantized_mm_rs, routing, workspace
-    from moe_qlora.kernels.row_kernels import multiply_tokens
-
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
         tokens: int, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        experts, hidden, inner = 2, 128, 64
-        width = 2 * inner if gate.gated else inner
-        sides = [(width, hidden), (hidden, inner)]
-        stacks = [
-            packed_like((experts, *(side[::-1] if transposed else side)), kind, nested)
-            for side in sides
-        ]
-        whole = moe_layer.Layer(*stacks, transposed, gate, dtype)
-        made = partial(torch.empty, dtype=dtype)
-        factors = ((made(experts * rank, into), made(out, rank * experts)) for out, into in sides)
-        lora = [moe_layer.Lora(*each, 2.0) if rank else None for each in factors]
-        bias = [torch.empty(experts, out, dtype=dtype) if biased else None for out, _ in sides]
-        x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 2, dtype=dtype)
-        index = torch.zeros(tokens, 2, dtype=torch.long)
-        operands = moe_layer.Operands(x, weights, bias, lora)
-        state = moe_layer.gate_up_forward(whole, index, operands)
-        moe_layer.down_forward(whole, state)
-        moe_layer.backward(whole, state.routing, state.saved, x, operands)
+        ranks, kinds = (rank, rank), (kind, nested)
+        case = Case(tokens, 2, 2, 128, 64, gate, transposed, biased, ranks, kinds, None, dtype)
+        layer, _, x, weights, index, biases, lora = build(case)
+        with torch.no_grad():
+            operands = moe_layer.Operands(x, weights, biases, lora)
+            state = moe_layer.gate_up_forward(layer, index, operands)
+            moe_layer.down_forward(layer, state)
+            moe_layer.backward(layer, state.routing, state.saved, x, operands)
 
     gates = gate_kernels.Gate
     clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
@@ -362,14 +326,10 @@ def main() -> None:
     layer_of(clamped, "mxfp4", True, False, True, 16, 64)
     x = torch.empty(64, 2048, dtype=torch.bfloat16)
 
-    def rows_of(count: int) -> Any:
-        ints = torch.zeros(routing.ints_size(count, 4), dtype=torch.int)
-        return routing.Routing(ints, count, 4, 2)
-
     def gate_of(size: int, rank: int, count: int, biased: bool, ordered: bool) -> None:
         out, bias = x[:, : size + rank], x if biased else None
         gate_kernels.apply_gate(
-            clamped, x, bias, rows_of(count), out, x, rank, 1.0, x, ordered=ordered
+            clamped, x, bias, routed(count, 4, 2), out, x, rank, 1.0, x, ordered=ordered
         )
 
     for rank in (0, 128):
@@ -378,23 +338,17 @@ def main() -> None:
     layer_of(gates("relu"), "nf4", True, False, False, 16, 1024)
     quantized_mm_rs.reorder(x)
     for rank in (16, 128):
-        multiply_tokens(x, rows_of(1024), x, rank, False, 1.0, x, None, None)
+        multiply_tokens(x, routed(1024, 4, 2), x, rank, False, 1.0, x, None, None)
     for rank in (0, 32):  # tiles of 16 rows
-        multiply_tokens(x, rows_of(16), x, rank, True, 1.0, x, x, x)
+        multiply_tokens(x, routed(16, 4, 2), x, rank, True, 1.0, x, x, x)
         gate_of(768, rank, 16, True, False)
 
 
 def hopper_launches() -> Iterator[str]:
     """The kernels for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
-    import torch
-
-    from moe_qlora.kernels import quantized_mm_hopper, quantized_mm_rs
-    from moe_qlora.kernels.table import Matmul
-
-    hopper, in_registers = quantized_mm_hopper.KERNEL, quantized_mm_rs.KERNEL
     # Every two of: the matrix, the direction, LoRA or none, the dtype and kind, rows in order or
     # fetched from tokens.
-    cases = [
+    for rows, cols, back, rank, kind, fetches in [
         (128, 320, False, 0, "nf4", False),
         (128, 320, True, 16, "fp4", True),
         (192, 128, False, 16, "nf4", True),
@@ -403,32 +357,28 @@ def hopper_launches() -> Iterator[str]:
         (128, 128, True, 0, "nf4", True),
         (128, 320, False, 16, "mxfp4", True),
         (192, 128, True, 0, "mxfp4", False),
-    ]
-    for rows, cols, back, rank, kind, fetches in cases:
-        dtype = torch.float16 if kind == "fp4" else torch.bfloat16
-        stack = packed_like((2, rows, cols), kind, False)
-        inner, out = (rows, cols) if back else (cols, rows)
-        factor = torch.empty(2, out, rank, dtype=dtype) if rank else None
-        products = torch.empty(16 * rank, dtype=dtype) if fetches else None
-        x = torch.empty(8, inner, dtype=dtype)
-        x = x if fetches else torch.empty(16, inner + rank, dtype=dtype)
+    ]:
         tile = 64 if rows == 192 else 128
-        multiply(hopper, x, stack, factor, tile, back, products=products)
+        multiply_on_hopper(quantized_mm_hopper.KERNEL, rows, cols, back, rank, kind, fetches, tile)
         yield f"hopper {kind}, {rows} x {cols}, {tile} rows, {'back' if back else 'out'}"
     # Weights in registers: out alone, and sums over whole groups of 256.
-    for rows, cols, rank, kind, dtype in [
-        (128, 512, 16, "nf4", torch.bfloat16),
-        (192, 1024, 0, "fp4", torch.float16),
-    ]:
-        stack = packed_like((2, rows, cols), kind, False)
-        x, factor, products = torch.empty(16, cols, dtype=dtype), None, None
-        if rank:  # fetched from tokens
-            x, factor = x[:8], torch.empty(2, rows, rank, dtype=dtype)
-            products = torch.empty(16 * rank, dtype=dtype)
-        multiply(in_registers, x, stack, factor, 256, False, products=products)
+    for rows, cols, rank, kind in [(128, 512, 16, "nf4"), (192, 1024, 0, "fp4")]:
+        multiply_on_hopper(quantized_mm_rs.KERNEL, rows, cols, False, rank, kind, rank > 0, 256)
         yield f"hopper {kind}, {rows} x {cols}, in registers"
-    narrow = packed_like((2, 128, 64), "nf4", False)
-    assert not hopper.supports(Matmul(narrow, torch.bfloat16, 400, True))
+    narrow = stack_of((2, 128, 64), "nf4", False, torch.bfloat16)
+    assert not quantized_mm_hopper.KERNEL.supports(Matmul(narrow, torch.bfloat16, 400, True))
+
+
+def multiply_on_hopper(
+    kernel: Any, rows: int, cols: int, back: bool, rank: int, kind: str, fetches: bool, tile: int
+) -> None:
+    made = partial(torch.empty, dtype=torch.float16 if kind == "fp4" else torch.bfloat16)
+    inner, out = (rows, cols) if back else (cols, rows)
+    factor = made(2, out, rank) if rank else None
+    products = made(16 * rank) if fetches else None
+    x = made(8, inner) if fetches else made(16, inner + rank)
+    stack = stack_of((2, rows, cols), kind, False, torch.bfloat16)
+    multiply(kernel, x, stack, factor, tile, back, products=products)
 
 
 def multiply(
@@ -436,22 +386,16 @@ def multiply(
     cut: Any = None, products: Any = None,
 ) -> None:  # fmt: skip
     """Compute a product of 16 rows by a kernel, which is for such products of `rows` rows."""
-    import torch
-
-    from moe_qlora.kernels.factors import Factors
-    from moe_qlora.kernels.table import Matmul
-    from tests.helpers.tiles import tiled
-
     offsets = torch.zeros(16, dtype=torch.int32)
     factors = None if factor is None else Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
     matmul = Matmul(
         packed, x.dtype, rows, not back, factors=factors, kernel=kernel, tile=tile, cut=cut
     )
     assert kernel.supports(matmul), matmul
-    routing = tiled(offsets[: packed.experts + 1], 16, tile, offsets, 2)
+    sorted_rows = tiled(offsets[: packed.experts + 1], 16, tile, offsets, 2)
     span = 0, packed.shape[2 if back else 1]
     absmax = packed.absmax if packed.nested is None else packed.absmax.float()
-    kernel.launch(x, matmul, absmax, routing, span, products)
+    kernel.launch(x, matmul, absmax, sorted_rows, span, products)
 
 
 if __name__ == "__main__":

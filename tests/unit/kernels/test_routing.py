@@ -50,7 +50,7 @@ def test_routing(shape):
     assert none.expert_offsets[:4].tolist() == [0] * 4
 
 
-@pytest.mark.parametrize("held", [0, 3, 5, 6, -1])
+@pytest.mark.parametrize("held", [0, 5, 6, -1])
 @pytest.mark.parametrize("count", [60, 100])  # in tiles of 16 rows, and of 32
 def test_all_assignments_to_one_expert_or_to_none_here(count, held):
     index = torch.full((count, 1), held)

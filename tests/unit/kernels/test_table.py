@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton")
 from fused_layer import SILU, Case, check_layer, stack_of  # noqa: E402
 
-from moe_qlora.kernels import (  # noqa: E402
+from moe_qlora.kernels import (  # noqa: E402  # noqa: E402
     cards,
     grouped_mm,
     limits,
@@ -19,7 +19,7 @@ from moe_qlora.kernels import (  # noqa: E402
     quantized_mm_hopper,
     quantized_mm_rs,
     table,
-)  # fmt: skip
+)
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.table import Matmul  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
@@ -37,7 +37,7 @@ HOPPER_CARD = cards.Card("nvidia", cards.HOPPER, 227 << 10)
 
 @pytest.mark.parametrize(
     ("gate", "biased", "transposed"),
-    [(SILU, False, False), (Gate("relu2", gated=False), True, False), (SILU, True, True)],
+    [(Gate("relu2", gated=False), True, False), (SILU, True, True)],
 )
 def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     """As Hopper's kernel that holds weights in registers takes them; another one multiplies."""

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import pytest
 import small_models
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig
 from small_models import IDS, build, close, decoded, fill, slow_delta
 from torch import Tensor, nn
 from torch.func import functional_call
+from training import assert_same, assert_same_training, results
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.experts import forward
+from moe_qlora.layout import unwrapped
 from moe_qlora.lora import layer
-from moe_qlora.packing import parametrize
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -26,21 +31,29 @@ def lora_config(**changes: Any) -> LoraConfig:
     return small_models.lora_config(**{"target_modules": [], **changes})
 
 
-def expert_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, module in model.named_modules():
-        if isinstance(module, layer.ParamWrapper):
-            plain = name.replace(".base_layer", "").removeprefix("base_model.model.")
-            yield f"{plain}.{module.parameter_name}", module
+def expert_wrappers(model: nn.Module) -> dict[str, Any]:
+    """PEFT's wrappers of expert weights, by the weight's name in the base model."""
+    named = ((n, m) for n, m in model.named_modules() if isinstance(m, layer.ParamWrapper))
+    return {
+        f"{name.replace('.base_layer', '').removeprefix('base_model.model.')}.{m.parameter_name}": m
+        for name, m in named
+    }
 
 
-def reference(twin: Any, model: Any, adapters: list[str]) -> Tensor:
-    """Logits of W + sum of s B A; gradients are tests/registry/test_lora_families.py's."""
+def summed(twin: Any, model: Any, adapters: Sequence[str] = ("default",)) -> dict[str, Tensor]:
+    """W + sum of s B A of each expert weight."""
     weights = {}
-    for name, wrapper in expert_wrappers(model):
+    for name, wrapper in expert_wrappers(model).items():
         weights[name] = twin.get_parameter(name).detach()
         for adapter in adapters:
             pair = (getattr(wrapper, part)[adapter].weight for part in ("lora_A", "lora_B"))
             weights[name] = weights[name] + slow_delta(wrapper, *pair, adapter)
+    return weights
+
+
+def reference(twin: Any, model: Any, *adapters: str) -> Tensor:
+    """Logits of the sums; gradients are tests/registry/test_lora_families.py's."""
+    weights = summed(twin, model, adapters or ("default",))
     return functional_call(twin, weights, kwargs={"input_ids": IDS}).logits
 
 
@@ -54,16 +67,13 @@ def reference(twin: Any, model: Any, adapters: list[str]) -> Tensor:
         ("gpt_oss", "moe_qlora", BOTH[1:]),
     ],
 )
-def test_gradients_of_stock_forwards_and_of_one_projection(
-    model_type: str, implementation: str, targets: list[str]
-) -> None:
+def test_gradients_of_stock_forwards_and_of_one_projection(model_type, implementation, targets):
     base = build(model_type, implementation)
     twin = decoded(base)
-    model = moe_qlora.get_peft_model(base, lora_config(target_parameters=targets))
-    fill(model)
+    model = fill(moe_qlora.get_peft_model(base, lora_config(target_parameters=targets)))
     factors = [p for name, p in model.named_parameters() if "lora_" in name]
-    assert len(factors) == 2 * len([*expert_wrappers(model)]) > 0
-    logits, other = model(input_ids=IDS).logits, reference(twin, model, ["default"])
+    assert len(factors) == 2 * len(expert_wrappers(model)) > 0
+    logits, other = model(input_ids=IDS).logits, reference(twin, model)
     assert close(logits, other)
     found = torch.autograd.grad(logits.square().sum(), factors)
     wanted = torch.autograd.grad(other.square().sum(), factors)
@@ -73,7 +83,7 @@ def test_gradients_of_stock_forwards_and_of_one_projection(
 @pytest.mark.parametrize(
     ("model_type", "implementation"), [("gpt_oss", "moe_qlora"), ("qwen3_moe", "eager")]
 )
-def test_several_active_adapters_add_up(model_type: str, implementation: str) -> None:
+def test_several_active_adapters_add_up(model_type, implementation):
     base = build(model_type, implementation)
     twin = decoded(base)
     model = moe_qlora.get_peft_model(base, lora_config())
@@ -82,12 +92,12 @@ def test_several_active_adapters_add_up(model_type: str, implementation: str) ->
     plain = twin(input_ids=IDS).logits
     for active in (["two"], ["default", "two"]):
         model.base_model.set_adapter(active)
-        assert close(model(input_ids=IDS).logits, reference(twin, model, active))
+        assert close(model(input_ids=IDS).logits, reference(twin, model, *active))
         with model.disable_adapter():
             assert close(model(input_ids=IDS).logits, plain)
 
 
-def test_patterns_ranks_and_initialization_follow_the_config() -> None:
+def test_patterns_ranks_and_initialization_follow_the_config():
     config = lora_config(
         r=4,
         use_rslora=True,
@@ -96,7 +106,7 @@ def test_patterns_ranks_and_initialization_follow_the_config() -> None:
         alpha_pattern={r"layers\.1\.mlp\.experts\.gate_up_proj": 11},
     )
     model = moe_qlora.get_peft_model(build("qwen3_moe"), config)
-    wrappers = dict(expert_wrappers(model))
+    wrappers = expert_wrappers(model)
     down = wrappers["model.layers.0.mlp.experts.down_proj"]
     up = wrappers["model.layers.1.mlp.experts.gate_up_proj"]
     assert down.lora_A["default"].weight.shape == (5 * 2, 12)
@@ -107,22 +117,21 @@ def test_patterns_ranks_and_initialization_follow_the_config() -> None:
     assert not up.lora_B["default"].weight.any()
 
 
-def test_the_rank_of_experts_can_be_scaled() -> None:
+def test_the_rank_of_experts_can_be_scaled():
     config = lora_config(r=8, target_modules=["q_proj"])
     model = moe_qlora.get_peft_model(build("qwen3_moe"), config, scale_expert_rank=True)
-    assert {wrapper.r["default"] for _, wrapper in expert_wrappers(model)} == {4}
+    assert {wrapper.r["default"] for wrapper in expert_wrappers(model).values()} == {4}
     assert model.base_model.model.model.layers[0].self_attn.q_proj.r["default"] == 8
     config = lora_config(r=8, rank_pattern={"down_proj": 5})
     model = moe_qlora.get_peft_model(build("qwen3_moe"), config, scale_expert_rank=16)
-    ranks = {name.rpartition(".")[2]: w.r["default"] for name, w in expert_wrappers(model)}
+    ranks = {name.rpartition(".")[2]: w.r["default"] for name, w in expert_wrappers(model).items()}
     assert ranks == {"gate_up_proj": 1, "down_proj": 5}
 
 
-def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
+def test_dropout_applies_in_training_only_and_only_where_it_can():
     base = build("qwen3_moe")
-    model = moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5)).eval()
-    fill(model)
-    exact = reference(decoded(copy.deepcopy(model).unload()), model, ["default"])
+    model = fill(moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5)).eval())
+    exact = reference(decoded(copy.deepcopy(model).unload()), model)
     assert close(model(input_ids=IDS).logits, exact)
     model.train()
     torch.manual_seed(3)
@@ -139,37 +148,105 @@ def test_dropout_applies_in_training_only_and_only_where_it_can() -> None:
     match = r"lora_dropout=0\.5 does not work for model\.layers\.0\.\S+gate_up_proj of"
     with pytest.raises(ConfigError, match=match):
         moe_qlora.get_peft_model(base, lora_config(lora_dropout=0.5))
-    assert not list(expert_wrappers(base))
+    assert not expert_wrappers(base)
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
-def test_merging_gives_the_sum_and_unmerging_the_original(model_type: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("llama4_text", "nf4")]
+)
+def test_merging_gives_the_sum_and_unmerging_the_original(model_type, kind):
     base = build(model_type, kind=kind)
     twin = decoded(base)
     model = moe_qlora.get_peft_model(base, lora_config())
     model.add_adapter("two", lora_config(r=2))
-    fill(model)
-    model.base_model.set_adapter(["default", "two"])
+    fill(model).base_model.set_adapter(["default", "two"])
     adapted = model(input_ids=IDS).logits
-    codes = {n: w_codes(w).clone() for n, w in expert_wrappers(model)}
     model.merge_adapter(["two"])
     with pytest.warns(UserWarning, match="additionally merging default"):  # PEFT's own
         model.merge_adapter(["default"])
-    for name, wrapper in expert_wrappers(model):
-        expected = twin.get_parameter(name).detach()
-        for adapter in ("two", "default"):
-            a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-            expected = expected + slow_delta(wrapper, a, b, adapter)
-        merged = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
+    wrappers = expert_wrappers(model)
+    for name, expected in summed(twin, model, ("two", "default")).items():
+        merged = getattr(wrappers[name].get_base_layer(), wrappers[name].parameter_name)
         assert isinstance(merged, nn.Parameter) and not merged.requires_grad
         assert close(merged, expected), name
     assert close(model(input_ids=IDS).logits, adapted)
     model.unmerge_adapter()
-    for name, wrapper in expert_wrappers(model):
-        assert torch.equal(w_codes(wrapper), codes[name])
     assert torch.equal(model(input_ids=IDS).logits, adapted)
 
 
-def w_codes(wrapper: Any) -> Tensor:
-    return parametrize.read_packed(wrapper.get_base_layer(), wrapper.parameter_name).codes
+# Forwards that other code binds to packed experts, or to PEFT's wrapper.
+
+EAGER = Qwen3MoeExperts.forward.__wrapped__  # transformers' loop over experts, which reads weights
+
+
+def adapted(model: Any = None, dropout: float = 0.0) -> Any:
+    config = lora_config(lora_dropout=dropout)
+    return fill(moe_qlora.get_peft_model(model or build(), config)).train()
+
+
+def outermost(model: nn.Module) -> list[Any]:
+    """What stands in the model as its experts: PEFT's wrapper, or the experts themselves."""
+    return [m for name, m in model.named_modules() if name.endswith(".experts")]
+
+
+def innermost(model: nn.Module) -> list[Any]:
+    return [unwrapped(module) for module in outermost(model)]
+
+
+def bind(module: Any) -> None:
+    module.forward = MethodType(EAGER, module)
+
+
+def hook(module: Any) -> None:
+    add_hook_to_module(module, ModelHook())
+
+
+@pytest.mark.parametrize(
+    ("rebind", "where", "tolerance"),
+    [(bind, innermost, 1e-5), (bind, None, 1e-5), (hook, outermost, 0.0), (hook, None, 0.0)],
+)
+def test_a_forward_that_is_bound_counts_lora_once(rebind, tolerance, where):
+    """None: bound before PEFT wraps the experts."""
+    expected, base = adapted(), build()
+    for module in outermost(base) if where is None else ():
+        rebind(module)
+    model = adapted(base)
+    for each in (expected, model):
+        each.add_adapter("second", lora_config(r=2))
+        fill(each, seed=2)
+        each.base_model.set_adapter(["default", "second"])
+    for module in where(model) if where else ():
+        rebind(module)
+    assert_same_training((0, results(model)), (0, results(expected)), tolerance)
+
+
+def test_dropout_under_a_forward_that_is_bound():
+    expected = results(adapted(dropout=0.5))
+    model = adapted(dropout=0.5)
+    for module in innermost(model):
+        hook(module)
+    assert_same(expected, results(model))
+    model = adapted(dropout=0.5)
+    for module in innermost(model):
+        bind(module)
+    with pytest.raises(AdapterError, match="is bound as the forward of these"):
+        results(model)
+    assert torch.isfinite(model.eval()(input_ids=IDS).logits).all()
+    for module in outermost(model):  # Where it was not written for
+        bind(module)
+    with pytest.raises(AttributeError, match="act_fn"):
+        results(model)
+
+
+def test_hooks_leave_no_trace():
+    model = adapted()
+    expected, modules = results(model), [*innermost(model), *outermost(model)]
+    for module in modules:
+        hook(module)
+    assert_same(expected, results(model))
+    assert not any(forward.asks_for_lora(module) for module in innermost(model))
+    for module in modules:
+        remove_hook_from_module(module)
+        assert "forward" not in module.__dict__
+    assert all(forward.asks_for_lora(module) for module in innermost(model))
+    assert_same(expected, results(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from moe_qlora.packing import parametrize
 from moe_qlora.packing.decoders import read_linear
 from moe_qlora.testing import tiny_model
 
-KINDS = ("nf4", "int8")
+each_kind = pytest.mark.parametrize("kind", ["nf4", "int8"])
 pytestmark = pytest.mark.filterwarnings("ignore:Merge lora module:UserWarning")
 
 
@@ -31,11 +30,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(source: Path, kind: str = "nf4") -> Any:
-    return loaded(source, {**SETTINGS[kind], "bnb_4bit_compute_dtype": torch.float32})
-
-
-def adapted(model: Any, targets: tuple[str, ...] = ("q_proj", "o_proj")) -> Any:
+def adapted(source: Path, kind: str = "nf4", targets: Any = ("q_proj", "o_proj")) -> Any:
+    model = loaded(source, {**SETTINGS[kind], "bnb_4bit_compute_dtype": torch.float32})
     return training.adapted(model, targets).eval()
 
 
@@ -63,21 +59,24 @@ def expected_linears(model: Any) -> dict[str, Tensor]:
     return weights
 
 
-def packed_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def packed_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all codes, and of Linear layers' statistics."""
+    found = {}
     for name, module in model.named_modules():
         if parametrize.is_packed_linear(module):
             packed = read_linear(module)
-            yield from ((name, packed.codes), (f"{name}.absmax", packed.absmax))
+            found |= {name: packed.codes.clone(), f"{name}.absmax": packed.absmax.clone()}
     for name, module, leaf in parametrize.iter_packed(model):
-        yield f"{name}.{leaf}", parametrize.read_packed(module, leaf).codes
+        found[f"{name}.{leaf}"] = parametrize.read_packed(module, leaf).codes.clone()
+    return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dtype_gives_a_plain_model(source: Path, tmp_path: Path, kind: str) -> None:
-    model = adapted(load(source, kind))
+@each_kind
+def test_a_dtype_gives_a_plain_model(source, tmp_path, kind):
+    model = adapted(source, kind)
     before, expected = logits(model), expected_linears(model)
     merged = model.merge_and_unload(dtype=torch.float32)
-    assert not list(packed_tensors(merged))
+    assert not packed_tensors(merged)
     for name, weight in expected.items():
         layer = merged.get_submodule(name)
         assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32
@@ -92,11 +91,12 @@ def test_a_dtype_gives_a_plain_model(source: Path, tmp_path: Path, kind: str) ->
     assert torch.equal(logits(again), logits(merged.eval()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["the model's", "another"])
-def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dtype | None) -> None:
-    model = adapted(load(source, kind))
-    before, codes = logits(model), {n: t.clone() for n, t in packed_tensors(model)}
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("nf4", None), ("int8", None), ("nf4", torch.bfloat16)], ids=str
+)
+def test_unmerging_restores_every_code(source, kind, dtype):
+    model = adapted(source, kind)
+    before, codes = logits(model), packed_tensors(model)
     expected = expected_linears(model)
     for _ in range(2):
         model.merge_adapter(dtype=dtype)
@@ -110,10 +110,7 @@ def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dty
         if kind == "nf4" and dtype is None:
             torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
         model.unmerge_adapter()
-        after = dict(packed_tensors(model))
-        assert after.keys() == codes.keys()
-        for name, tensor in codes.items():
-            assert torch.equal(after[name], tensor), name
+        training.assert_same(codes, packed_tensors(model))
         assert torch.equal(logits(model), before)
     model.merge_adapter(dtype=dtype)
     with model.disable_adapter():  # which unmerges, as in PEFT
@@ -123,14 +120,13 @@ def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:Already unmerged")
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp.experts"])
-def test_a_broken_adapter_is_not_merged_safely(source: Path, place: str) -> None:
-    model = adapted(load(source), targets=("q_proj",))
-    codes = {name: tensor.clone() for name, tensor in packed_tensors(model)}
+def test_a_broken_adapter_is_not_merged_safely(source, place):
+    model = adapted(source, targets=("q_proj",))
+    codes = packed_tensors(model)
     layer = model.base_model.model.model.layers[0].get_submodule(place)
     layer.lora_A["default"].weight.data[0, 0] = float("nan")
     with pytest.raises(ValueError, match="NaNs detected"):
         model.merge_adapter(safe_merge=True)
     model.unmerge_adapter()
-    after = dict(packed_tensors(model))
-    assert all(torch.equal(after[name], tensor) for name, tensor in codes.items())
+    training.assert_same(codes, packed_tensors(model))
     model.merge_adapter(dtype=torch.float32)  # As PEFT does, it looks for NaN where it is asked to

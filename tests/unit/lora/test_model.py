@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import peft
@@ -39,9 +39,8 @@ def lora_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if ".lora_" in name]
 
 
-def test_loading_a_second_adapter_and_training_it(tmp_path: Path) -> None:
-    first = moe_qlora.get_peft_model(build(), lora_config())
-    fill(first)
+def test_loading_a_second_adapter_and_training_it(tmp_path):
+    first = fill(moe_qlora.get_peft_model(build(), lora_config()))
     expected = logits(first)
     first.save_pretrained(tmp_path)
     model = load_adapter(build(), str(tmp_path), low_cpu_mem_usage=True)
@@ -58,7 +57,7 @@ def test_loading_a_second_adapter_and_training_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Path) -> None:
+def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path):
     """PEFT takes this type's keys for those of the published checkpoint, its own included."""
     base = packed("deepseek_ocr2")
     config = lora_config(target_parameters=moe_qlora.target_parameters(base))
@@ -70,17 +69,14 @@ def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Pa
         assert "lora_" not in name or torch.equal(value, held[name]), name
 
 
-def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
+def test_adapters_of_transformers_v4_load(tmp_path):
     """One LoRA for each expert's w1, w2, w3, as PEFT wrote them when experts were Linear layers."""
-    generator = torch.Generator().manual_seed(4)
-    tensors = {}
-    for layer in range(2):
-        for expert in range(3):
-            for name, out, width in (("w1", 20, 24), ("w2", 24, 20), ("w3", 20, 24)):
-                block = f"base_model.model.model.layers.{layer}.block_sparse_moe"
-                key = f"{block}.experts.{expert}.{name}"
-                tensors[f"{key}.lora_A.weight"] = torch.randn(2, width, generator=generator) * 0.3
-                tensors[f"{key}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
+    generator, tensors = torch.Generator().manual_seed(4), {}
+    sizes = (("w1", 20, 24), ("w2", 24, 20), ("w3", 20, 24))
+    for layer, expert, (name, out, width) in product(range(2), range(3), sizes):
+        key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        tensors[f"{key}.lora_A.weight"] = torch.randn(2, width, generator=generator) * 0.3
+        tensors[f"{key}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
     LoraConfig(target_modules=["w1", "w2", "w3"], r=2, lora_alpha=4).save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with warnings.catch_warnings():
@@ -102,14 +98,13 @@ def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
             logits(PeftModel.from_pretrained(build("mixtral"), tmp_path))
 
 
-def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
+def test_lora_on_shared_experts_reloads_here(tmp_path):
     """Stock PEFT loses it: it takes the leaf names for experts of this model type."""
     config = lora_config(target_modules=["o_proj", "down_proj"])
     with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
         model = moe_qlora.get_peft_model(build("deepseek_v3"), config)
     assert any("shared_experts.down_proj.lora_A" in name for name in lora_names(model))
-    fill(model)
-    model.save_pretrained(tmp_path)
+    fill(model).save_pretrained(tmp_path)
     again = load_adapter(build("deepseek_v3"), str(tmp_path))
     assert lora_names(again) == lora_names(model)
     assert close(logits(again), logits(model))
@@ -118,10 +113,9 @@ def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["q_proj", "weight"])
-def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) -> None:
+def test_adapters_with_the_name_of_a_layer_are_alone(name, tmp_path):
     """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    fill(model)
+    model = fill(moe_qlora.get_peft_model(build(), lora_config()))
     kept = copy.deepcopy(model.peft_config), logits(model)
     model.save_pretrained(tmp_path)
     said = f"adapter '{name}' has the name of .*: give it another name"
@@ -137,7 +131,7 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("spelling", ["short", "full"])
-def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling: str) -> None:
+def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling):
     """As of a model that `from_pretrained` did not make, so that PEFT's calls find nothing here."""
     base = build()
     full = moe_qlora.target_parameters(base)
@@ -150,26 +144,21 @@ def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling: str) -> 
         host = peft.get_peft_model(base, config)
     with pytest.raises(AdapterError, match=r"moe_qlora\.get_peft_model"):
         host(input_ids=IDS)
-    said = "was not created" if spelling == "short" else "would have no effect"
-    with pytest.raises(AdapterError, match=said):
+    with pytest.raises(AdapterError, match=r"was not created|would have no effect"):
         connect_adapters(host)
 
 
-def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(tmp_path: Path) -> None:
+def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(tmp_path):
     """What makes PEFT leave the names alone is not written to the file."""
     modules = ["q_proj", "gate"]
     targets = {"target_modules": modules, "target_parameters": ["experts.down_proj"]}
-    trained = moe_qlora.get_peft_model(build(), lora_config(**targets))
-    fill(trained)
+    trained = fill(moe_qlora.get_peft_model(build(), lora_config(**targets)))
     trained.save_pretrained(tmp_path / "first")
     loaded = load_adapter(unpacked(), str(tmp_path / "first"), is_trainable=True, unpacked_ok=True)
     assert any("mlp.gate" in name for name in lora_names(loaded))
     loaded.save_pretrained(tmp_path / "second")
-    first, second = (
-        json.loads((tmp_path / name / "adapter_config.json").read_text())
-        for name in ("first", "second")
-    )
-    assert set(first["target_modules"]) == set(second["target_modules"]) == set(modules)
-    assert first["exclude_modules"] == second["exclude_modules"]
-    assert first["target_parameters"] == ["experts.down_proj"]
-    assert second["target_parameters"] == ["experts.down_proj"]
+    for name in ("first", "second"):
+        written = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert set(written["target_modules"]) == set(modules)
+        assert written["exclude_modules"] is None
+        assert written["target_parameters"] == ["experts.down_proj"]

@@ -1,7 +1,10 @@
-"""What LoRA on packed experts does not take: the call, the error, the words."""
+"""What LoRA on packed experts refuses, and what it says of calls that train something else."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,84 +14,71 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from training import packed
+from torch import nn
+from training import adapted_layers, packed
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.errors import AdapterError, ConfigError
-from moe_qlora.testing import tiny_model
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.testing import tiny_inputs, tiny_model
+from tests.helpers.plans import plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
-def adapt(model_type: str = "qwen3_moe", config: Any = None, **options: Any) -> Any:
-    fields = {
-        key: options.pop(key) for key in tuple(options) if key in LoraConfig.__dataclass_fields__
-    }
-    config = config or LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
-    return moe_qlora.get_peft_model(packed(model_type), config, **options)
+get_peft_model, adapt_lora_config = moe_qlora.get_peft_model, moe_qlora.adapt_lora_config
 
 
-def setting(field: str, value: Any) -> Callable[[], Any]:
-    """A field of the config that experts cannot have."""
-    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
-    setattr(config, field, value)
-    return lambda: moe_qlora.adapt_lora_config(packed("mixtral"), config)
+def adapt(model_type: str = "qwen3_moe", options: Any = None, **fields: Any) -> Any:
+    config = LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
+    return get_peft_model(packed(model_type), config, **options or {})
 
 
-MISSPELT = {"target_modules": ["q_proj"], "target_parameters": ["gate_up_prj"]}
 IA3 = peft.IA3Config(target_modules=["k_proj"])
-DORA = LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, use_dora=True)
+STOCK = [LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, use_dora=True)]
+STOCK += [LoraConfig(target_modules=["q_proj"], target_parameters=["gate_up_prj"])]
 CALLS: list[tuple[str, Callable[[], Any]]] = [
     ("exclude_modules.*no regular", lambda: moe_qlora.exclude_modules(packed(), "(")),
-    ("exclude_modules holds 3", lambda: moe_qlora.exclude_modules(packed(), [3])),  # type: ignore[list-item]
+    ("exclude_modules holds 3", lambda: moe_qlora.exclude_modules(packed(), [3])),
     ("is a dict", lambda: moe_qlora.target_parameters(packed(), {"a": 1})),
     ("role 'sideways'", lambda: moe_qlora.target_parameters(packed(), roles=["sideways"])),
-    ("experts is 3; give True, a list of roles", lambda: adapt(experts=3)),
-    (
-        r"layers_to_transform=\[7\] leaves no layer with packed",
-        lambda: adapt(experts=True, layers_to_transform=[7]),
-    ),
-    ("mixed=True", lambda: adapt(mixed=True)),
-    (
-        r"PeftModel with adapters \(default\); .*add_adapter",
-        lambda: moe_qlora.get_peft_model(adapt(), LoraConfig(), adapter_name="second"),
-    ),
-    ("use_dora", lambda: peft.get_peft_model(packed(), DORA)),
-    ("no parameter of this", lambda: peft.get_peft_model(packed(), LoraConfig(**MISSPELT))),
+    ("experts is 3; give True, a list of roles", lambda: adapt(options={"experts": 3})),
+    (r"=\[7\] leaves no", lambda: adapt(options={"experts": True}, layers_to_transform=[7])),
+    ("mixed=True", lambda: adapt(options={"mixed": True})),
+    (r"PeftModel with adapters \(default\); .*add_adapter", lambda: get_peft_model(adapt(), IA3)),
+    ("use_dora", lambda: peft.get_peft_model(packed(), STOCK[0])),
+    ("no parameter of this", lambda: peft.get_peft_model(packed(), STOCK[1])),
     (r"router.*around them.*'router\.layer'", lambda: adapt("dbrx", target_modules=["router"])),
-    ("use a LoraConfig", lambda: moe_qlora.adapt_lora_config(packed(), IA3, experts=True)),
+    ("use a LoraConfig", lambda: adapt_lora_config(packed(), IA3, experts=True)),
     (
         r"for models with packed experts.*moe_qlora\.(enabled\(\)|quantize_experts)",
-        lambda: moe_qlora.get_peft_model(tiny_model("qwen3_moe"), LoraConfig(), experts=True),
-    ),
-    *(
-        (rf"{field}=.*layers\.0\.mlp\.experts\.down_proj", setting(field, value))
-        for field, value in (
-            *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
-            ("init_lora_weights", "pissa"),
-        )
-    ),
-    *(
-        (
-            f"modules_to_save='{key}' asks to train model",
-            lambda key=key: adapt(modules_to_save=["norm", key]),
-        )
-        for key in ("mlp", "experts.down_proj")
+        lambda: get_peft_model(tiny_model("qwen3_moe"), LoraConfig(), experts=True),
     ),
     (
         r"'gate_up_prj', which is no parameter of this model.*target_parameters\(model\)",
         lambda: adapt(target_parameters=["gate_up_prj", "experts.down_proj"]),
     ),
-    ("model is a str", lambda: moe_qlora.adapt_lora_config("folder", LoraConfig())),  # type: ignore[arg-type]
+    ("='mlp' asks to train model", lambda: adapt(modules_to_save=["norm", "mlp"])),
+    ("='experts.down_proj' asks", lambda: adapt(modules_to_save=["experts.down_proj"])),
+    ("model is a str", lambda: adapt_lora_config("folder", LoraConfig())),
+    ("lora_config is a", lambda: adapt_lora_config(packed(), {})),
+    ("lora_config is a", lambda: adapt_lora_config(packed(), LoraConfig)),
     *(
-        ("lora_config is a", lambda given=given: moe_qlora.adapt_lora_config(packed(), given))
-        for given in ({}, None, LoraConfig)
+        (
+            rf"{field}=.*layers\.0\.mlp\.experts\.down_proj",
+            lambda fields={field: value}: adapt(target_parameters=EXPERTS[1:], **fields),
+        )
+        for field, value in (
+            *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
+            ("init_lora_weights", "pissa"),
+        )
     ),
 ]
 
 
 @pytest.mark.parametrize(("words", "call"), CALLS, ids=[words for words, _ in CALLS])
-def test_what_is_refused(words: str, call: Any) -> None:
+def test_what_is_refused(words, call):
     with pytest.raises(ConfigError, match=words) as caught:
         call()
     assert "\n" not in str(caught.value)
@@ -101,38 +91,238 @@ WAYS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-def lacking(tensors: dict[str, Any]) -> None:
-    del tensors[next(key for key in tensors if ".experts.lora_B" in key)]
-
-
-def elsewhere(tensors: dict[str, Any]) -> None:
-    key = next(key for key in tensors if ".experts.lora_B" in key)
-    tensors[key.replace("layers.0", "layers.9")] = tensors[key].clone()
-
-
-def wider(tensors: dict[str, Any]) -> None:
-    for key, value in tensors.items():
-        tensors[key] = torch.cat([value, value], -1)
-
-
 @pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit(way, tmp_path):
     adapter, file = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
-    adapt(experts=True).save_pretrained(adapter)
+    adapt(options={"experts": True}).save_pretrained(adapter)
     load, whole = WAYS[way], load_file(file)
-    for change, error, words in (
-        (lacking, AdapterError, r"experts\.(base_layer\.)?lora_B.* is not in the file"),
-        (elsewhere, AdapterError, r"layers\.9.* has no place"),
-        (wider, AdapterError, r"does not fit this model: size mismatch for \S+lora_"),
+    key = next(key for key in whole if ".experts.lora_B" in key)
+    elsewhere = {key.replace("layers.0", "layers.9"): whole[key].clone()}
+    for tensors, words in (
+        ({n: w for n, w in whole.items() if n != key}, r"lora_B.* is not in the file"),
+        (whole | elsewhere, r"layers\.9.* has no place"),
+        ({n: torch.cat([w, w], -1) for n, w in whole.items()}, r"size mismatch for \S+lora_"),
     ):
-        if (change, way) == (wider, "transformers"):
+        if ("mismatch" in words, way) == (True, "transformers"):
             continue  # the library says that itself
-        tensors = dict(whole)
-        change(tensors)
         save_file(tensors, file, {"format": "pt"})
-        with pytest.raises(error, match=words):
+        with pytest.raises(AdapterError, match=words):
             load(packed(), adapter)
     save_file(whole, file, {"format": "pt"})
     with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
         load(packed("mixtral"), adapter)
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def marked(**fields: Any) -> Any:
+    """A model that looks as if it was loaded with a BitsAndBytesConfig, outside of `enabled()`."""
+    model = tiny_model("qwen3_moe")
+    model.config.quantization_config = BitsAndBytesConfig(**SETTINGS, **fields)
+    return model
+
+
+def lora(*modules: str, **fields: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=list(modules) or ["q_proj"], **fields)
+
+
+def adapted(model: nn.Module) -> set[str]:
+    """The leaf names of layers, and the names of expert modules, that have LoRA."""
+    names = adapted_layers(model)
+    return {name.replace(".base_layer", "").rpartition(".")[2] for name in names}
+
+
+calls = pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, **more: moe_qlora.get_peft_model(model, lora(), **more),
+        moe_qlora.target_parameters,
+    ],
+    ids=["get_peft_model", "target_parameters"],
+)
+
+
+# Experts that are there, and not packed.
+
+
+@calls
+def test_unpacked_experts_are_a_warning_or_an_error_that_names_the_calls(call):
+    said = (
+        r"4 expert weights are not packed .*mlp\.experts\.gate_up_proj.*quantize_experts\(model\)"
+    )
+    with pytest.warns(UserWarning, match=said) as caught:
+        call(tiny_model("qwen3_moe"))
+    assert {one.filename for one in caught if one.category is UserWarning} == {__file__}
+    with pytest.raises(ConfigError, match=r"4 expert weights are not packed .* asks for nf4"):
+        call(marked())
+    with pytest.raises(ConfigError, match="2 expert weights are not packed"):
+        call(marked(llm_int8_skip_modules=["model.layers.0"]))
+
+
+@calls
+def test_unpacked_experts_that_are_meant_are_silent(call):
+    for model in (tiny_model("qwen3_moe"), marked()):
+        call(model, unpacked_ok=True)  # warnings are errors
+    call(marked(llm_int8_skip_modules=["experts"]))
+    dense = tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
+    dense.config.quantization_config = BitsAndBytesConfig(**SETTINGS)
+    call(dense)
+
+
+# Lists of module targets that name matrices of experts.
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [("qwen2_moe", ["down_proj"]), ("mixtral", ["w1", "w2", "w3"]), ("gpt_oss", ["experts"])],
+)
+def test_module_targets_that_name_experts_are_told_what_they_leave_out(model_type, more):
+    model = packed(model_type)
+    said = f"names {', '.join(more)},.* 4 packed expert weights .* get no LoRA.*experts=True"
+    with pytest.warns(UserWarning, match=said):
+        peft_model = moe_qlora.get_peft_model(model, lora("q_proj", *more))
+    assert not any("experts" in name for name in adapted(peft_model))
+    with pytest.raises(ConfigError, match=r"and nothing else does: pass experts=True"):
+        moe_qlora.get_peft_model(packed(), lora(*MLP))
+    regex = LoraConfig(r=2, target_modules=r".*(q_proj|experts\.\d+\.(gate|up|down)_proj)")
+    with pytest.warns(UserWarning, match="packed expert weights .* get no LoRA"):
+        moe_qlora.get_peft_model(packed(), regex)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(*ATTENTION),
+        LoraConfig(r=2, target_modules=r".*self_attn\.\w+_proj"),
+        lora("q_proj", "down_proj", exclude_modules=["experts"]),
+        lora("q_proj", "shared_expert.down_proj"),
+    ],
+    ids=["attention", "regex", "excluded", "shared"],
+)
+def test_targets_that_do_not_mean_experts_are_silent(config):
+    moe_qlora.get_peft_model(packed("qwen2_moe"), config)
+
+
+def test_experts_that_are_asked_for_or_excluded_by_the_call_it_names_are_silent():
+    peft_model = moe_qlora.get_peft_model(packed(), lora("q_proj", *MLP), experts=["down"])
+    assert "experts" in adapted(peft_model)
+    model = packed()
+    named = lora("q_proj", *MLP, target_parameters=moe_qlora.target_parameters(model))
+    assert "experts" in adapted(moe_qlora.get_peft_model(model, named))
+    model = packed()
+    left = lora("q_proj", *MLP, exclude_modules=moe_qlora.exclude_modules(model))
+    assert adapted(moe_qlora.get_peft_model(model, left)) == {"q_proj"}
+
+
+def test_a_plan_notes_experts_that_its_targets_leave_out():
+    notes = plan(tiny_model("qwen3_moe"), SETTINGS, seq=32, targets="q_proj,down_proj").notes
+    assert any("4 packed expert weights" in note for note in notes)
+
+
+# Patterns of ranks for experts.
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_rank_patterns_of_experts_are_not_said_to_be_ignored():
+    """Only one that matches nothing is, also of a second adapter."""
+    model, fields = packed(), {"alpha_pattern": {"down_proj": 7}}
+    fields["target_parameters"] = moe_qlora.target_parameters(model)
+    config = lora(rank_pattern={"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}, **fields)
+    said = "rank_pattern names gate_up_prj, and nothing"
+    with pytest.warns(UserWarning, match=said):
+        peft_model = moe_qlora.get_peft_model(model, config)
+    with pytest.warns(UserWarning, match=said):
+        peft_model.add_adapter("second", config)
+    for name in ("default", "second"):
+        ranks = {n: len(p) for n, p in peft_model.named_parameters() if f"lora_A.{name}" in n}
+        assert {rank for path, rank in ranks.items() if "q_proj" in path} == {3}
+        assert {rank for path, rank in ranks.items() if ".base_layer." in path} == {5 * 4}
+
+
+# Adapters that cannot be loaded.
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    moe_qlora.get_peft_model(packed(), lora(), experts=True).save_pretrained(folder)
+    return folder
+
+
+CONFIG, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+DAMAGES: list[tuple[str, bytes | int | None, str]] = [  # a file, its new content or length, words
+    ("", None, "is no folder; name the one"),
+    (CONFIG, None, "it has no adapter_config.json"),
+    (CONFIG, b"{", "is no valid JSON"),
+    (CONFIG, b'{"peft_type": "NEW"}', "'NEW', which the installed PEFT does not know"),
+    (CONFIG, b'{"peft_type": "LORA", "r": "many"}', "json is damaged: r is 'many'"),
+    (WEIGHTS_FILE, None, rf"has no {WEIGHTS_FILE}"),
+    (WEIGHTS_FILE, -64, "damaged weights .*download incomplete.*; copy the"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), DAMAGES)
+def test_files_that_are_missing_or_damaged_are_our_errors(name, content, words, adapter, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapter, folder)
+    file = folder / name
+    if content is None:
+        file.unlink() if name else shutil.rmtree(folder)
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else file.read_bytes()[:content])
+    model = packed()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        moe_qlora.load_adapter(model, str(folder))
+    assert str(folder) in str(caught.value)
+    # The model is as it was, and takes the right adapter next.
+    assert moe_qlora.load_adapter(model, adapter).peft_config.keys() == {"default"}
+
+
+# Adapters of packed experts on experts in 16 bit.
+
+
+def test_an_adapter_of_packed_experts_on_plain_ones_is_told(adapter):
+    with pytest.warns(UserWarning, match="4 expert weights are not packed") as caught:
+        loaded = moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter)
+    assert {one.filename for one in caught if one.category is UserWarning} == {__file__}
+    assert {"q_proj", "experts"} <= adapted(loaded)
+    moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter, unpacked_ok=True)
+
+
+# What is trained, as training starts.
+
+
+def test_training_says_once_what_is_packed_and_trained(caplog):
+    def logged() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.name.startswith("moe_qlora")]
+
+    model = packed(settings=SETTINGS)
+    moe_qlora.quantize_experts(model, SETTINGS)  # again
+    peft_model = moe_qlora.get_peft_model(model, lora(*ATTENTION), experts=["down"])
+    ids = tiny_inputs(model)
+    peft_model.eval()(**ids)
+    assert logged() == []
+    twin = copy.deepcopy(peft_model)
+    peft_model.train()
+    with torch.no_grad():
+        peft_model(**ids)
+    assert logged() == []
+    for _ in range(2):
+        peft_model(**ids)
+    (line,) = logged()
+    assert caplog.records[-1].levelno == logging.WARNING  # seen without settings
+    trained = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
+    weights = 2 * 4 * (80 * 64 + 64 * 40)
+    after = weights / 2 + weights / 64 * 4 + 4 * 64  # codes, absmax, and four tables
+    assert line.startswith(
+        f"The experts of 2 layers are packed (nf4): {after / 1024:.1f} KiB instead of "
+        f"{weights / 256:.1f} KiB. LoRA on 8 layers (k_proj, o_proj, q_proj, v_proj) and 2 of 4 "
+        f"expert weights (down_proj): {trained:,} weights ("
+    )
+    caplog.clear()
+    twin.train()(**ids)  # a copy is another model
+    assert logged() == [line]

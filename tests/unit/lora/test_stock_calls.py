@@ -17,22 +17,14 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from small_models import fill
 from torch import Tensor
-from training import NF4, results
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import results
 
 import moe_qlora
 from moe_qlora.lora.model import LoraModel
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 # dbrx and llama4_text do not dispatch through transformers' experts interface
-TYPES = ["mixtral", "deepseek_v3", "llama4_text", "dbrx"]
-ATTENTION = {"dbrx": ["Wqkv"], "deepseek_v3": ["o_proj", "kv_b_proj"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "attention": {},
-    "both": {"experts": True},
-    "experts": {"experts": True, "modules": []},
-    "router": {"experts": True, "router": True},
-}
+TYPES = ["mixtral", "llama4_text", "dbrx"]
 
 
 def packed(model_type: str = "qwen3_moe") -> Any:
@@ -40,19 +32,16 @@ def packed(model_type: str = "qwen3_moe") -> Any:
 
 
 def lora(model_type: str = "qwen3_moe", modules: Any = None, **fields: Any) -> LoraConfig:
-    names = ATTENTION.get(model_type, ["q_proj", "v_proj"]) if modules is None else modules
+    names = modules or (["Wqkv"] if model_type == "dbrx" else ["q_proj", "v_proj"])
     return LoraConfig(r=3, lora_alpha=7, target_modules=names, task_type="CAUSAL_LM", **fields)
 
 
-def adapter(kind: str, model_type: str, folder: Path) -> Path:
-    """The folder of an adapter of one of `KINDS`."""
-    options = dict(KINDS[kind])
-    config = lora(model_type, options.pop("modules", None))
+def saved(folder: Path, model_type: str, **options: Any) -> Path:
+    """The folder of an adapter that counts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "stock PEFT rewrites")
-        fill(moe_qlora.get_peft_model(packed(model_type), config, **options)).save_pretrained(
-            folder, save_embedding_layers=False
-        )
+        made = fill(moe_qlora.get_peft_model(packed(model_type), lora(model_type), **options))
+    made.save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 
@@ -68,17 +57,15 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "kind", "is_trainable"),
+    ("model_type", "options", "is_trainable"),
     # PEFT has no LoRA for llama4's router, which gives two values
     [
-        *((name, "router" if name != "llama4_text" else "experts", True) for name in TYPES),
-        *(("qwen3_moe", "both", False), ("gpt_oss", "attention", True)),
+        *((name, {"experts": True, "router": name != "llama4_text"}, True) for name in TYPES),
+        *(("qwen3_moe", {"experts": True}, False), ("gpt_oss", {}, True)),
     ],
 )
-def test_from_pretrained_is_load_adapter(
-    model_type: str, kind: str, is_trainable: bool, tmp_path: Path
-) -> None:
-    folder = adapter(kind, model_type, tmp_path)
+def test_from_pretrained_is_load_adapter(model_type, options, is_trainable, tmp_path):
+    folder = saved(tmp_path, model_type, **options)
     expected = moe_qlora.load_adapter(packed(model_type), folder, is_trainable=is_trainable)
     model = PeftModel.from_pretrained(packed(model_type), folder, is_trainable=is_trainable)
     assert type(model) is type(expected) and model.training == expected.training
@@ -97,29 +84,24 @@ def test_from_pretrained_is_load_adapter(
     ],
     ids=["all-linear", "dropout"],
 )
-def test_get_peft_model_of_stock_peft(config: LoraConfig, tmp_path: Path) -> None:
-    models = []
-    for make in (moe_qlora.get_peft_model, peft.get_peft_model):
+def test_get_peft_model_of_stock_peft(config, tmp_path):
+    makers, models, written = (moe_qlora.get_peft_model, peft.get_peft_model), [], []
+    for make in makers:
         torch.manual_seed(4)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "stock PEFT rewrites")
-            models.append(make(packed("qwen2_moe"), copy.deepcopy(config)))
-            fill(models[-1])
-            models[-1].save_pretrained(tmp_path / make.__module__, save_embedding_layers=False)
+            models.append(fill(make(packed("qwen2_moe"), copy.deepcopy(config))))
+        models[-1].save_pretrained(tmp_path / make.__module__, save_embedding_layers=False)
+        written.append(config_in(tmp_path / make.__module__))
     ours, stock = models
     assert type(stock.base_model) is LoraModel
-    torch.manual_seed(5)
-    expected = results(ours)["out"]
-    torch.manual_seed(5)
-    assert torch.equal(results(stock)["out"], expected)
+    assert_same(ours, stock)  # with dropout, and without
     assert_same(ours.eval(), stock.eval())
-    makers = moe_qlora.get_peft_model, peft.get_peft_model
-    first, second = (config_in(tmp_path / make.__module__) for make in makers)
     for field in ("target_parameters", "lora_dropout", "target_modules"):
-        assert first[field] == second[field]
+        assert written[0][field] == written[1][field]
 
 
-def test_other_models_and_tuners_are_left_to_peft() -> None:
+def test_other_models_and_tuners_are_left_to_peft():
     plain = tiny_model("qwen3_moe")
     assert type(peft.get_peft_model(plain, lora()).base_model) is StockLoraModel
     config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10)
@@ -132,7 +114,7 @@ def test_other_models_and_tuners_are_left_to_peft() -> None:
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Any, Path, Tensor]:
     """A packed model, the folder of an adapter for it, and the logits that this gives."""
-    folder = adapter("both", "mixtral", tmp_path / "adapter")
+    folder = saved(tmp_path / "adapter", "mixtral", experts=True)
     expected = results(moe_qlora.load_adapter(packed("mixtral"), folder))["out"]
     return packed("mixtral"), folder, expected
 
@@ -144,7 +126,7 @@ def logits(model: Any) -> Tensor:
 
 @upstream.ADAPTER_METHODS
 @pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
-def test_adapters_are_switched(trained: Any) -> None:
+def test_adapters_are_switched(trained):
     model, folder, expected = trained
     twin, plain = copy.deepcopy(model), logits(model)
     model.load_adapter(str(folder))
@@ -160,7 +142,7 @@ def test_adapters_are_switched(trained: Any) -> None:
 
 @upstream.ADAPTER_METHODS
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")
-def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
+def test_add_adapter_trains_and_is_saved(trained, tmp_path):
     model, again = trained[0], copy.deepcopy(trained[0])
     asked = lora(model.config.model_type, target_parameters=moe_qlora.target_parameters(model))
     before = copy.deepcopy(vars(asked))
@@ -176,15 +158,10 @@ def test_add_adapter_trains_and_is_saved(trained: Any, tmp_path: Path) -> None:
     assert torch.equal(logits(moe_qlora.load_adapter(again, tmp_path / "saved")), logits(model))
 
 
-def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path: Path) -> None:
+def test_the_automatic_class_on_the_folder_of_an_adapter(tmp_path):
     tiny_model("mixtral", seed=1).save_pretrained(tmp_path / "base")
-    with moe_qlora.enabled():
-        base: Any = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=BitsAndBytesConfig(**NF4)
-        )
-        model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))
-        model.save_pretrained(tmp_path / "adapter")
-        again = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "adapter", quantization_config=BitsAndBytesConfig(**NF4)
-        )
+    base = training.loaded(tmp_path / "base")
+    model = fill(moe_qlora.get_peft_model(base, lora("mixtral"), experts=True))
+    model.save_pretrained(tmp_path / "adapter")
+    again = training.loaded(tmp_path / "adapter")
     assert torch.equal(logits(again), results(model.eval())["out"])

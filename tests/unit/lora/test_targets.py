@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import small_models
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 from training import adapted_layers, packed
 
 import moe_qlora
+from moe_qlora.lora.layer import ReadLinear
+from moe_qlora.lora.targets import unfit_linears
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -28,72 +32,47 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:stock PEFT rewrites"),
 ]
 
-MODELS = ("qwen2_moe", "mixtral", "deepseek_v3")
-LEAVES = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+build = small_models.build
 
 
-def build(model_type: str, *, packed: bool = True) -> Any:
-    model = small_models.build(model_type)
-    return model if packed else small_models.decoded(model)
+def toy(*, packs: bool = True) -> nn.Module:
+    """An experts module beside a Linear whose name ends alike."""
+    model = nn.Module()
+    model.experts, model.shared_expert = nn.Module(), nn.Module()
+    model.experts.act_fn = nn.SiLU()
+    model.experts.down_proj = nn.Parameter(torch.randn(3, 8, 16))
+    model.shared_expert.down_proj = nn.Linear(8, 8)
+    if packs:
+        weight = codec.pack(model.experts.down_proj, settings.CodecSettings("nf4"))
+        parametrize.attach(model.experts, "down_proj", weight)
+    return model
 
 
-def linear_names(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name != "lm_head"
-    }
-
-
-class Toy(nn.Module):
-    """Two experts modules beside Linears whose names end alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.Module()
-        self.experts.act_fn = nn.SiLU()
-        self.experts.down_proj = nn.Parameter(torch.randn(3, 8, 16))
-        self.shared_expert = nn.Module()
-        self.shared_expert.down_proj = nn.Linear(8, 8)
-
-
-def packed_toy() -> Toy:
-    toy = Toy()
-    packed = codec.pack(toy.experts.down_proj, settings.CodecSettings("nf4"))
-    parametrize.attach(toy.experts, "down_proj", packed)
-    return toy
-
-
-TOY_PATHS = [
-    "experts",
-    "experts.act_fn",
-    "experts.parametrizations",
-    "experts.parametrizations.down_proj",
-    "experts.parametrizations.down_proj.0",
-]
+INNER = ("act_fn", *(f"parametrizations{path}" for path in ("", ".down_proj", ".down_proj.0")))
+TOY_PATHS = ["experts", *(f"experts.{name}" for name in INNER)]
 
 
 @pytest.mark.parametrize("existing", [None, [], ["a", "b"], ("a", "b", "a"), {"b", "a"}])
-def test_lists_are_new_complete_and_leave_the_callers_alone(existing: Any) -> None:
-    toy, before = packed_toy(), copy.deepcopy(existing)
-    excluded = moe_qlora.exclude_modules(toy, existing)
-    targets = moe_qlora.target_parameters(toy, existing)
+def test_lists_are_new_complete_and_leave_the_callers_alone(existing):
+    model, before = toy(), copy.deepcopy(existing)
+    excluded = moe_qlora.exclude_modules(model, existing)
     own = ["a", "b"] if existing else []
     assert isinstance(excluded, list) and excluded[: len(own)] == own
     assert sorted(excluded[len(own) :]) == TOY_PATHS
-    assert targets == [*own, "experts.down_proj"]
+    assert moe_qlora.target_parameters(model, existing) == [*own, "experts.down_proj"]
     assert existing == before and excluded is not existing
     excluded.append("more")
-    assert "more" not in moe_qlora.exclude_modules(toy)
-    assert moe_qlora.exclude_modules(Toy(), existing) == own  # where nothing is packed
-    assert moe_qlora.target_parameters(Toy(), existing) == own
+    assert "more" not in moe_qlora.exclude_modules(model)
+    plain = toy(packs=False)  # where nothing is packed
+    assert moe_qlora.exclude_modules(plain, existing) == own
+    assert moe_qlora.target_parameters(plain, existing) == own
 
 
 @pytest.mark.parametrize("existing", ["lm_head", r".*\.o_proj|x", "(?i:LM_HEAD)", ""])
-def test_a_string_becomes_one_regex(existing: str) -> None:
-    pattern = moe_qlora.exclude_modules(packed_toy(), existing)
+def test_a_string_becomes_one_regex(existing):
+    pattern = moe_qlora.exclude_modules(toy(), existing)
     assert isinstance(pattern, str)
-    assert moe_qlora.exclude_modules(Toy(), existing) == existing
+    assert moe_qlora.exclude_modules(toy(packs=False), existing) == existing
     for path in TOY_PATHS:
         assert re.fullmatch(pattern, path)
     assert bool(re.fullmatch(pattern, "lm_head")) == ("head" in existing.lower())
@@ -102,25 +81,25 @@ def test_a_string_becomes_one_regex(existing: str) -> None:
         assert not re.fullmatch(pattern, path)
 
 
-@pytest.mark.parametrize("modules", ["all-linear", LEAVES], ids=["all-linear", "leaves"])
-@pytest.mark.parametrize("model_type", MODELS)
-def test_linear_layers_get_lora_and_nothing_else(model_type: str, modules: Any) -> None:
-    """Also those with the leaf names that stock PEFT turns into target_parameters."""
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3"])
+def test_linear_layers_get_lora_and_nothing_else(model_type):
+    """Of leaf names that stock PEFT turns into target_parameters."""
     model = build(model_type)
-    expected = linear_names(model)
-    if modules is LEAVES:
-        expected = {name for name in expected if name.rpartition(".")[2] in LEAVES}
-    config = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules=modules, r=4))
+    leaves = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    config = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules=list(leaves), r=4))
     wrapped = peft.get_peft_model(model, config)
-    assert adapted_layers(wrapped) == expected
+    assert adapted_layers(wrapped) == {n for n in linears if n.rpartition(".")[2] in leaves}
     wrapped(input_ids=torch.arange(12).view(2, 6)).logits.sum().backward()
     for name, parameter in wrapped.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         assert not parameter.requires_grad or parameter.grad is not None, name
 
 
-@pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
-@pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe"])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [("diffusion_gemma", {"router": True}), ("jetmoe", {}), ("jetmoe", {"experts": True})],
+)
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
     """Also where routers are Linear: our excludes are not in the file, nor in a second adapter."""
     monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
@@ -146,7 +125,7 @@ def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path,
     assert {key.replace(".default.", ".second.") for key in keys[0]} == keys[1]
 
 
-def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
+def test_layers_to_transform_and_the_callers_excludes_hold():
     model = build("deepseek_v3")
     config = LoraConfig(
         target_modules=["o_proj", "down_proj"], layers_to_transform=[1], exclude_modules=["o_proj"]
@@ -161,7 +140,7 @@ def test_layers_to_transform_and_the_callers_excludes_hold() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, tmp_path) -> None:
+def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, tmp_path):
     config = LoraConfig(
         target_modules=["q_proj", "down_proj"], exclude_modules={"lm_head"},
         target_parameters=["experts.gate_up_proj"], rank_pattern={"q_proj": 2},
@@ -169,7 +148,7 @@ def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, t
     )  # fmt: skip
     held = {key: value for key, value in vars(config).items() if isinstance(value, (dict, set))}
     before = copy.deepcopy(vars(config))
-    model = build("qwen3_moe", packed=packed)
+    model = build("qwen3_moe") if packed else small_models.decoded(build("qwen3_moe"))
     adapted = moe_qlora.adapt_lora_config(model, config)
     assert packed or (adapted == config and adapted is not config)
     wrapped = moe_qlora.get_peft_model(model, config, unpacked_ok=not packed)
@@ -185,7 +164,7 @@ def test_the_callers_config_is_never_touched_and_its_words_are_written(packed, t
         assert written["exclude_modules"] == ["lm_head"]
 
 
-def test_other_adapter_types_leave_packed_experts_alone() -> None:
+def test_other_adapter_types_leave_packed_experts_alone():
     model = build("mixtral")
     wrapped = moe_qlora.get_peft_model(
         model,
@@ -205,30 +184,115 @@ class HostsLoraConfig(LoraConfig):
     lora_plus_ratio: float | None = None
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        fields = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "lora_plus_ratio"
-        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ratio = fields.pop("lora_plus_ratio")
         LoraConfig(**fields).save_pretrained(save_directory, **kwargs)
-        (Path(save_directory) / "ratio.json").write_text(json.dumps(self.lora_plus_ratio))
+        (Path(save_directory) / "ratio.json").write_text(json.dumps(ratio))
 
 
-def test_a_hosts_own_lora_config_stays_one(tmp_path: Path) -> None:
+def test_a_hosts_own_lora_config_stays_one(tmp_path):
     model = build("qwen2_moe")
     asked = {"r": 2, "target_modules": ["down_proj", "q_proj"]}
     asked["target_parameters"] = moe_qlora.target_parameters(model)
     config = HostsLoraConfig(**asked, lora_plus_ratio=2.0)
     adapted = moe_qlora.adapt_lora_config(model, config)
     assert isinstance(adapted, HostsLoraConfig) and adapted.lora_plus_ratio == 2.0
-    written = []
-    for name, given in (("theirs", config), ("plain", LoraConfig(**asked))):
-        wrapped = moe_qlora.get_peft_model(build("qwen2_moe"), given)
-        wrapped.save_pretrained(tmp_path / name, save_embedding_layers=False)
-        fields = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        named = {key: sorted(v) if isinstance(v, list) else v for key, v in fields.items()}
-        written.append((adapted_layers(wrapped), named))
-    assert written[0] == written[1]
-    assert json.loads((tmp_path / "theirs/ratio.json").read_text()) == 2.0
-    assert written[0][1]["target_modules"] == ["down_proj", "q_proj"]
-    assert written[0][1]["exclude_modules"] is None
+    wrapped = moe_qlora.get_peft_model(model, config)
+    plain = moe_qlora.get_peft_model(build("qwen2_moe"), LoraConfig(**asked))
+    assert adapted_layers(wrapped) == adapted_layers(plain)
+    wrapped.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert json.loads((tmp_path / "ratio.json").read_text()) == 2.0
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
+    assert written["exclude_modules"] is None
+
+
+# Linear layers beyond PEFT's LoRA: those that get none, and those whose weight is read.
+
+UNFIT = {"deepseek_v4": "self_attn.o_a_proj", "nemotron_h": "mixer.out_proj"}
+
+
+@pytest.mark.parametrize("model_type", UNFIT)
+def test_all_linear_leaves_out_what_lora_does_not_suit(model_type):
+    model = packed(model_type)
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    unfit = {name for name in linears if name.endswith(UNFIT[model_type])}
+    assert set(unfit_linears(model)) == unfit
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        peft_model = moe_qlora.get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert adapted_layers(peft_model) == linears - unfit
+    assert set(unfit_linears(peft_model.get_base_model())) == unfit
+    peft_model(**tiny_inputs(model))
+
+
+class Sum(nn.Module):
+    """W + s B A."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        self.a, self.b = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
+        self.scale = layer.scaling["default"]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * self.b @ self.a
+
+
+def test_a_router_whose_weight_is_read_is_trained():
+    torch.manual_seed(0)
+    model = packed("longcat_flash").train()
+    config = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    reference = copy.deepcopy(model)
+    peft_model = moe_qlora.get_peft_model(model, config, router=True)
+    inputs = tiny_inputs(model)
+    layers = {n: m for n, m in peft_model.named_modules() if isinstance(m, ReadLinear)}
+    assert len(layers) == 2
+    for name in adapted_layers(peft_model):
+        layer = peft_model.get_base_model().get_submodule(name)
+        register_parametrization(reference.get_submodule(name), "weight", Sum(layer))
+    logits, expected = peft_model(**inputs).logits, reference(**inputs).logits
+    torch.testing.assert_close(logits, expected)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    for name, layer in layers.items():
+        twin = reference.get_submodule(name.removeprefix("base_model.model."))
+        ours, theirs = layer.lora_A["default"].weight.grad, twin.parametrizations.weight[0].a.grad
+        assert theirs.norm() > 1e-9 and (ours - theirs).norm() < 0.01 * theirs.norm()
+    with peft_model.disable_adapter():
+        stock = peft_model(**inputs).logits
+    assert (logits - stock).abs().max() > 1e-4
+    peft_model.merge_adapter()
+    torch.testing.assert_close(peft_model(**inputs).logits, logits)
+
+
+def test_a_weight_that_mambas_kernel_reads():
+    """In bf16 the sum stays bf16, which the kernel multiplies by as it is."""
+    model = packed("granitemoehybrid", dtype=torch.bfloat16)
+    config = LoraConfig(r=3, target_modules=["out_proj"], init_lora_weights=False)
+    peft_model = moe_qlora.get_peft_model(model, config)
+    [layer] = [m for m in peft_model.modules() if isinstance(m, ReadLinear)]
+    base, added = layer.get_base_layer().weight, layer.get_delta_weight("default")
+    assert layer.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.weight, base + added.bfloat16())
+    layer.weight.float().square().sum().backward()
+    assert layer.lora_A["default"].weight.grad.abs().sum() > 0
+    with peft_model.disable_adapter():
+        assert torch.equal(layer.weight, base)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q_proj|v_proj)"])
+def test_modules_around_linear_layers_are_left_out_and_said(targets, tmp_path):
+    model = packed("gemma4")
+    base, ends = copy.deepcopy(model), ("q_proj", "v_proj")
+    config = LoraConfig(target_modules=targets, init_lora_weights=False)
+    with pytest.warns(UserWarning, match=r"vision_tower.*ClippableLinear.*left out.*_proj\.linear"):
+        peft_model = moe_qlora.get_peft_model(model, config)
+    expected = {n for n, m in base.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends)}
+    assert adapted_layers(peft_model) == expected
+    peft_model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        again = moe_qlora.load_adapter(copy.deepcopy(base), tmp_path)
+        stock = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert adapted_layers(again) == adapted_layers(stock) == expected

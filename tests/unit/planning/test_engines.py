@@ -28,31 +28,17 @@ PACKINGS = {
     "int8": {"load_in_8bit": True},
 }  # fmt: skip
 ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
-MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
-
 small = partial(plans.small, num_hidden_layers=3)
 
 
-def packed_model(packing: str, **sizes) -> nn.Module:
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **(ODD | sizes))
+def packed_model(packing: str) -> nn.Module:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **ODD)
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS[packing]))
     return model
 
 
-def pieces(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The parameters and buffers that a distributed run has of a model."""
-    shardable = moe_qlora.prepare_sharding(copy.deepcopy(model))
-    return list(shardable.parameters()), list(shardable.buffers())
-
-
-def planner(model, engine: Engine | None = None, quantization=None, **settings) -> Planner:
-    source = source_of(model, quantization)
-    return Planner(source, Settings(**({"seq": 16, "engine": engine} | settings)))
-
-
-def nbytes(tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def planner(model, engine: Engine | None = None) -> Planner:
+    return Planner(source_of(model, None), Settings(seq=16, engine=engine))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -60,8 +46,9 @@ def nbytes(tensors) -> int:
 def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
     """torch.chunk's first chunk is the largest, and FSDP2 pads the others to its size."""
     model = packed_model(packing)
-    cut, whole = pieces(model)
-    by_hand = nbytes(torch.chunk(tensor, ranks)[0] for tensor in cut) + nbytes(whole)
+    shardable = moe_qlora.prepare_sharding(copy.deepcopy(model))
+    by_hand = sum(torch.chunk(tensor, ranks)[0].nbytes for tensor in shardable.parameters())
+    by_hand += sum(tensor.nbytes for tensor in shardable.buffers())
     made = planner(model, Engine("fsdp", ranks))
     assert made.resident == by_hand
     one = made.with_settings(replace(made.settings, engine=None))
@@ -72,14 +59,12 @@ def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
 def test_fsdp_cuts_adapters_gradients_and_moments():
     model = packed_model("nf4 double")
     made = plan(model, fsdp=3, seq=16, rank=5, targets="attention,experts", accumulation=2)
-    config = LoraConfig(r=5, target_modules=MODULES)
+    config = LoraConfig(r=5, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     trained = [p for p in peft_model.parameters() if p.requires_grad]
-    share = sum(torch.chunk(p, 3)[0].numel() for p in trained)
-    assert made.peak.parts["adapters"] == 4 * share
-    assert made.peak.parts["optimizer states"] == 2 * 4 * share
-    assert made.peak.largest["gradients"] == 4 * share
-    assert made.peak.largest["optimizer step"] == 4 * share
+    share, peak = 4 * sum(torch.chunk(p, 3)[0].numel() for p in trained), made.peak
+    assert (peak.parts["adapters"], peak.parts["optimizer states"]) == (share, 2 * share)
+    assert (peak.largest["gradients"], peak.largest["optimizer step"]) == (share, share)
     assert made.trained_weights == sum(p.numel() for p in trained)
 
 

@@ -16,10 +16,7 @@ from moe_qlora.planning import model as models
 from moe_qlora.planning.step import MemoryTracker
 from tests.helpers.lora_layer import NAMES, E, H, K, add_lora, packed_host
 
-
-@pytest.fixture
-def host():
-    return packed_host()
+host = pytest.fixture(packed_host)
 
 
 def activated(host, device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import combinations_with_replacement, pairwise
 
 import pytest
@@ -18,19 +18,13 @@ from moe_qlora.kernels import limits
 from moe_qlora.kernels.cards import of_capability
 from moe_qlora.models import named
 from moe_qlora.planning import budget, devices
-from moe_qlora.planning.budget import (
-    Activity,
-    Block,
-    BlockTensor,
-    Settings,
-    StepBudget,
-    optimizer_nbytes,
-)
+from moe_qlora.planning.budget import Activity, Block, BlockTensor, Settings, StepBudget
 from moe_qlora.planning.model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
 from tests.helpers.plans import DOUBLE, MEASURED, plan, qwen3_30b, small
 from tests.helpers.representatives import cases
+from tests.helpers.training import loaded
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +40,7 @@ PACKINGS = {
     "int8": {"load_in_8bit": True},
     "skips": {"load_in_4bit": True, "llm_int8_skip_modules": ["q_proj", "lm_head"]},
 }
-NO_EXPERTS = {"load_in_4bit": True, "llm_int8_skip_modules": ["experts"]}
+SKIPPED = {**DOUBLE, "llm_int8_skip_modules": ["experts"]}
 GIB = 1 << 30
 
 
@@ -54,53 +48,24 @@ def planner(model, settings: Settings, quantization=None) -> Planner:
     return Planner(source_of(model, quantization), settings)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A tiny checkpoint of each family, in bfloat16."""
-
-    @cache
-    def folder(family: str):
-        made = tmp_path_factory.mktemp(family)
-        tiny_model(family, dtype=torch.bfloat16).save_pretrained(made)
-        return made
-
-    return folder
-
-
-def loaded(family: str, folder, packing: str) -> nn.Module:
-    config = BitsAndBytesConfig(**PACKINGS[packing])
-    with moe_qlora.enabled():
-        return model_class(family).from_pretrained(
-            folder, quantization_config=config, dtype=torch.bfloat16
-        )
-
-
 # Each family in one packing, by turns.
 PAIRS = [(family, list(PACKINGS)[turn % len(PACKINGS)]) for turn, family in enumerate(FAMILIES)]
 
 
-@pytest.mark.parametrize(("family", "packing"), cases(PAIRS))
-def test_weights_are_those_of_the_loaded_model(folders, family, packing):
-    folder = folders(family)
-    model = loaded(family, folder, packing)
-    real = model.get_memory_footprint()
-    from_folder = planner(str(folder), Settings(), BitsAndBytesConfig(**PACKINGS[packing]))
-    from_model = planner(model, Settings())
-    for made in (from_folder, from_model):
-        assert sum(block.weights for block in made.meta.blocks) == real
-
-
 @pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
-@pytest.mark.parametrize("family", cases(FAMILIES))
-def test_adapters_are_those_that_peft_creates(folders, family):
-    folder = folders(family)
-    packed = loaded(family, folder, "nf4 double")
+@pytest.mark.parametrize(("family", "packing"), cases(PAIRS))
+def test_weights_and_adapters_are_those_of_the_loaded_model(tmp_path, family, packing):
+    tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    config, folder = BitsAndBytesConfig(**PACKINGS[packing]), str(tmp_path)
+    model = loaded(folder, config, model_class(family), dtype=torch.bfloat16)
+    for made in (planner(folder, Settings(), config), planner(model, Settings())):
+        assert sum(block.weights for block in made.meta.blocks) == model.get_memory_footprint()
     for targets in ("all-linear", "experts"):
-        model = copy.deepcopy(packed)
-        lora = LoraConfig(r=4, target_modules=[] if targets == "experts" else targets)
-        real = moe_qlora.get_peft_model(model, lora, experts=targets == "experts")
+        experts = targets == "experts"
+        lora = LoraConfig(r=4, target_modules=[] if experts else targets)
+        real = moe_qlora.get_peft_model(copy.deepcopy(model), lora, experts=experts)
         wanted = sorted(p.numel() for p in real.parameters() if p.requires_grad)
-        meta = planner(str(folder), Settings(rank=4, targets=targets)).meta
+        meta = planner(folder, Settings(rank=4, targets=targets), config).meta
         assert sorted(n for block in meta.blocks for n in block.trained) == wanted
 
 
@@ -122,10 +87,8 @@ DEQUANTIZED = 128 * 2048 * (1536 + 768) * 2
 def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapters, peak, workspace):
     vocabulary = {"vocab_size": 4096} if layers == 8 else {}
     config = qwen3_30b(num_hidden_layers=layers, **vocabulary)
-    quantization = BitsAndBytesConfig(**MEASURED)
-    made = plan(
-        config, quantization, seq=seq, targets=targets, adapter_dtype=adapters, search=False
-    )
+    asked = {"seq": seq, "targets": targets, "adapter_dtype": adapters, "search": False}
+    made = plan(config, BitsAndBytesConfig(**MEASURED), **asked)
     assert made.peak.nbytes == pytest.approx(peak, rel=0.01)
     assert made.peak.parts["decode scratch"] == workspace
 
@@ -174,24 +137,20 @@ def test_optimizers_states():
 
     parameters = [nn.Parameter(torch.ones(size)) for size in (100, 4095, 4096, 5000, 120_001)]
     sum(p.sum() for p in parameters).backward()
-    makers = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.AdamW32bit}
-    for name, maker in {"adamw": torch.optim.AdamW, **makers}.items():
+    for name, maker in {
+        "adamw": torch.optim.AdamW, "adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.AdamW32bit,
+    }.items():  # fmt: skip
         optimizer = maker(parameters)
-        if name == "adamw":
-            optimizer.step()
-        else:
-            for group in optimizer.param_groups:
-                for place, parameter in enumerate(group["params"]):
-                    optimizer.init_state(group, parameter, 0, place)
+        optimizer.step()
         real = sum(
             tensor.nbytes
             for state in optimizer.state.values()
             for key, tensor in state.items()
             if isinstance(tensor, torch.Tensor) and not key.startswith(("qmap", "step"))
         )
-        said = optimizer_nbytes(name, [p.numel() for p in parameters], 4)
+        said = budget.optimizer_nbytes(name, [p.numel() for p in parameters], 4)
         assert sum(said[:2]) == real, name
-    paged = optimizer_nbytes("paged_adamw", [99_999, 100_000], 4)
+    paged = budget.optimizer_nbytes("paged_adamw", [99_999, 100_000], 4)
     assert paged[:2] == (8 * 99_999, 8 * 100_000)
 
 
@@ -298,9 +257,9 @@ def test_nothing_of_the_callers_is_changed():
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("attention", [None, "eager"])
-def test_largest_sequence_and_batch_are_the_largest(no_levels, attention):
+def test_largest_sequence_and_batch_are_the_largest(no_levels):
     """Where a step grows with its tokens, and with the square of a sequence."""
+    attention = "eager"
     config = qwen3_30b(num_hidden_layers=2)
     made = plan(config, gpus="6GiB", seq=1024, attention=attention)
     asked = planner(config, Settings(attention=attention))
@@ -374,13 +333,7 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
         ({"fsdp": 3, "gpus": "8x80GiB"}, "give a number of ranks that divides 8, or 3 GPUs."),
         ({"offload": True, "gpus": "2x1TiB"}, "offload is True, and experts in host memory are"),
         ({"offload": True, "gpus": "2x1TiB", "fsdp": 2}, "give one GPU, or ddp, or leave offload"),
-        (
-            {
-                "offload": True,
-                "quantization_config": {**DOUBLE, "llm_int8_skip_modules": ["experts"]},
-            },
-            "has no packed experts that could lie in host memory",
-        ),
+        ({"offload": True, "quantization_config": SKIPPED}, "has no packed experts that could lie"),
     ],
 )
 def test_settings_that_make_no_sense(asked, message):

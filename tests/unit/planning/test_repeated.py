@@ -1,14 +1,19 @@
-"""Plans of which repeated layers are packed and run for the others, against plans of all layers."""
+"""Plans of which repeated layers, and turns over a sequence, run for the others: as of all."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from moe_qlora.planning import plan as planning
+from moe_qlora.planning import step
+from moe_qlora.planning.budget import Settings
 from moe_qlora.planning.model import source_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.testing import tiny_model
 from tests.helpers.plans import config_of, plan
 
 NUMBERED = (
@@ -51,3 +56,17 @@ def test_settings_that_name_a_layer_take_them_all(packing, settings, monkeypatch
     assert (made.trained_weights, made.resident) != (plain.trained_weights, plain.resident)
     every = of_all_layers(monkeypatch, config, quantization, seq=64, **settings)
     assert asdict(made) == asdict(every)
+
+
+@pytest.mark.parametrize(("seq", "checkpointing"), [(2048, True), (2399, False)])
+def test_loops_over_a_shorter_sequence_take_the_bytes_of_a_long_one(
+    seq, checkpointing, monkeypatch
+):
+    def peak():
+        model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
+        settings = Settings(seq=seq, checkpointing=checkpointing)
+        return Planner(source_of(model, None), settings).report(()).peak.nbytes
+
+    short = peak()
+    monkeypatch.setattr(step, "_TURNS", seq)
+    assert short == pytest.approx(peak(), rel=0.01)

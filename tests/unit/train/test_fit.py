@@ -1,61 +1,78 @@
-"""`fit_memory` on a CPU: what layers keep, what that takes and computes, and how it is undone."""
+"""`fit_memory` on a CPU: what layers keep, where experts lie, what that takes, how it is undone."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import copy
+import logging
+import re
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.planning import choice
+from moe_qlora.planning import choice, levels
 from moe_qlora.planning.choice import LEVELS
+from moe_qlora.planning.devices import Pace
+from moe_qlora.testing import tiny_model
+from moe_qlora.train import fit as fit_module
 from moe_qlora.train.layers import runner_of
+from tests.helpers import training
 from tests.helpers.fitting import (
+    BATCH,
     SEQ,
     adapted,
-    equal,
+    fill,
     fitted,
     least_memory,
     measured_peak,
+    on_level,
     token_ids,
     train,
+    with_lora,
 )
+from tests.helpers.training import assert_same, assert_same_training, whole_gradients
 
 
-def nested(seen: list[list[int]]) -> bool:
+def nested(seen: list[Any]) -> bool:
     """Whether no layer keeps less in a later choice."""
-    steps = pairwise(seen)
-    return all(a <= b for few, more in steps for a, b in zip(few, more, strict=True))
+    values = torch.tensor(seen, dtype=torch.int)
+    return bool((values[1:] >= values[:-1]).all())
 
 
-TYPES = {
-    "qwen3_moe": {"num_hidden_layers": 3},
-    "gpt_oss": {},  # eager attention, with masks of two kinds
-    "deepseek_v3": {},  # a dense layer first
-    "qwen3_next": {},  # gated delta nets
-    "afmoe": {},  # a norm behind the experts
-    "gemma4_text": {},
-}
+def levels_of(fit: Any) -> list[int]:
+    return [LEVELS.index(layer.activations) for layer in fit.layers]
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+# Eager attention with two kinds of masks, a dense layer first, gated delta nets, a norm behind
+OTHERS = ("gpt_oss", "deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
 
 
 @pytest.mark.parametrize(
     ("model_type", "seq"),
     [
         ("qwen3_moe", SEQ),
-        *(pytest.param(each, SEQ, marks=pytest.mark.nightly) for each in [*TYPES][1:]),
+        *(pytest.param(each, SEQ, marks=pytest.mark.nightly) for each in OTHERS),
         ("gpt_oss", 200_000),
     ],
 )
-def test_no_memory_is_exceeded_and_nothing_else_changes(
-    model_type: str, seq: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_is_exceeded_and_nothing_else_changes(model_type, seq, monkeypatch):
     if seq > SEQ:  # On the levels of long sequences
         monkeypatch.setattr(choice, "_LONG", 1)
-    model = adapted(model_type, **TYPES[model_type])
+    model = adapted(model_type, **{"num_hidden_layers": 3} if model_type == "qwen3_moe" else {})
     ids = token_ids(model)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = weights_of(model)
     before = train(model, ids)
     least = least_memory(model)
     with fitted(model) as fit:
@@ -69,8 +86,8 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(
             measured = measured_peak(model, torch.zeros_like(ids))
             # Masks of eager attention, which layers that keep all need no more, are planned.
             assert measured <= fit.peak <= min(1.04 * measured, memory)
-            assert equal(train(model, ids), before)
-            seen.append([LEVELS.index(layer.activations) for layer in fit.layers])
+            assert_same_training(train(model, ids), before)
+            seen.append(levels_of(fit))
     assert nested(seen)
     assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
 
@@ -91,18 +108,17 @@ def policy_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return (now.exp() * now).sum(-1).mean() - (of_ids(now) - reference).exp().mean()
 
 
-def test_losses_that_are_not_the_models() -> None:
+def test_losses_that_are_not_the_models():
     """Forwards without gradients come first."""
     model = adapted(num_hidden_layers=3, vocab_size=2048)
-    ids = token_ids(model, batch=2)
-    least = least_memory(model, 2, loss=policy_loss)
-    with fitted(model, batch_size=2, loss=policy_loss) as fit:
+    ids, least = token_ids(model), least_memory(model, loss=policy_loss)
+    with fitted(model, loss=policy_loss) as fit:
         most = fit.peak
         assert {layer.activations for layer in fit.layers} == {"keep"}
-    with fitted(model, batch_size=2) as fit:
+    with fitted(model) as fit:
         assert most > 1.1 * fit.peak
     for memory in (least, (least + most) // 2):
-        with fitted(model, memory, batch_size=2, loss=policy_loss) as fit:
+        with fitted(model, memory, loss=policy_loss) as fit:
             # The ids are counted as soon as an operator returns a view of them.
             measured = measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes
             assert measured <= fit.peak <= min(memory, 1.03 * measured)
@@ -128,7 +144,7 @@ def two_behind_a_frozen_embedding(model: Any, batch: dict[str, Any]) -> torch.Te
         (lambda model, batch: model(**batch).loss.detach(), "loss returned .*requires_grad=False"),
     ],
 )
-def test_losses_that_cannot_be_measured_are_refused(loss: Any, what: str) -> None:
+def test_losses_that_cannot_be_measured_are_refused(loss, what):
     model = adapted()
     with pytest.raises(ConfigError, match=what):
         fitted(model, loss=loss)
@@ -136,7 +152,7 @@ def test_losses_that_cannot_be_measured_are_refused(loss: Any, what: str) -> Non
         assert fit.layers
 
 
-def test_layers_that_text_does_not_reach_are_computed_again() -> None:
+def test_layers_that_text_does_not_reach_are_computed_again():
     """Those of a vision tower: how much they allocate for images is not measured."""
     model = adapted("qwen3_vl_moe")
     ids = token_ids(model)
@@ -149,4 +165,388 @@ def test_layers_that_text_does_not_reach_are_computed_again() -> None:
         assert measured_peak(model, ids) <= fit.peak
     again = adapted("qwen3_vl_moe")
     with fitted(again):
-        assert equal(train(again, ids), before)
+        assert_same_training(train(again, ids), before)
+
+
+def test_experts_in_host_memory_come_to_the_device_as_far_as_they_fit(monkeypatch):
+    # The tiny model's computing hides no copies.
+    monkeypatch.setattr("moe_qlora.train.fit._pace", lambda device: Pace(link=1.0))
+    model = adapted("deepseek_v3", num_hidden_layers=4)  # A dense layer first
+    ids, weights = token_ids(model), weights_of(model)
+    resident = train(model, ids)
+    model.load_state_dict(weights)
+    off = moe_qlora.offload_experts(model)
+    layers, host_nbytes = off.layers, off.host_nbytes
+    least = least_memory(model)
+    with fitted(model) as fit:
+        most = fit.peak
+        assert {(one.activations, one.experts) for one in fit.layers} == {("keep", "device")}
+        assert (off.layers, off.host_nbytes, off.slots) == ((), 0, 0)
+    seen = []
+    for part in range(3):
+        memory = least + (most - least) * part // 2
+        model.load_state_dict(weights)
+        with fitted(model, memory) as fit:
+            measured = measured_peak(model, torch.zeros_like(ids))
+            assert measured <= fit.peak <= min(memory, 1.03 * measured)
+            assert_same_training(train(model, ids), resident)
+            where = [layer.experts for layer in fit.layers]
+            host = [layer.name for layer in fit.layers if layer.experts == "host"]
+            assert [name.removeprefix("base_model.model.") for name in off.layers] == host
+            assert where == sorted(where)  # The last ones
+            seen.append([*zip(levels_of(fit), (e == "device" for e in where), strict=True)])
+            counts = f"experts of {len(host)} lie in "
+            assert (counts in str(fit) and "; copies " in str(fit)) or not host
+        assert (off.layers, off.host_nbytes) == (layers, host_nbytes)
+    assert nested(seen)
+    levels, kept = ([sum(each[part] for each in fit) for fit in seen] for part in (0, 1))
+    assert kept[0] < len(seen[0]) == kept[-1] and levels[0] < levels[-1]
+    assert kept[1] == len(seen[1])  # Experts get the memory first
+    off.remove()
+    model.load_state_dict(weights)
+    assert_same_training(train(model, ids), resident)
+
+
+def test_where_nothing_fits_offloading_is_named_only_if_it_helps():
+    model = adapted(num_hidden_layers=5)
+    every = least_memory(model)
+    with moe_qlora.offload_experts(model):
+        least = least_memory(model)
+        with pytest.raises(ConfigError, match="experts of 5 in host memory takes") as error:
+            fitted(model, least - 1)
+        assert "offload_experts" not in str(error.value)
+    with moe_qlora.offload_experts(model, layers=3):
+        freed = f"would free {least_memory(model) - least} bytes"
+        with pytest.raises(ConfigError, match=freed):
+            fitted(model, least)
+    freed = rf"offload_experts\(model\) would free {every - least} bytes"
+    for memory in (every - 1, least):
+        with pytest.raises(ConfigError, match=rf"{every - memory} bytes are missing\. .*{freed}"):
+            fitted(model, memory)
+    with pytest.raises(ConfigError, match="missing") as error:
+        fitted(model, least - 1)
+    assert "offload_experts" not in str(error.value)
+    with moe_qlora.offload_experts(model):
+        fitted(model, least).remove()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_both_are_undone_in_either_order(first):
+    model = adapted(num_hidden_layers=3)
+    ids, weights = token_ids(model), weights_of(model)
+    resident = train(model, ids)
+    off = moe_qlora.offload_experts(model)
+    both = fitted(model, least_memory(model)), off
+    for undone in (both[first], both[1 - first]):
+        undone.remove()
+        model.load_state_dict(weights)
+        assert_same_training(train(model, ids), resident)
+    assert off.host_nbytes == 0 and not off.layers
+
+
+def half(model: Any) -> int:
+    """A memory in which layers keep part of their activations."""
+    with fitted(model) as fit:
+        most = fit.peak
+    return (least_memory(model) + most) // 2
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    *((adapted, {"memory": m}, "memory is") for m in (0, "abc", "", True, -5, 1.5, [1], None)),
+    *((adapted, {"batch_size": size}, "batch_size is") for size in (0, True, "2", None)),
+    (adapted, {"seq_len": -1}, "seq_len is"),
+    (adapted, {"memory": "24"}, r"is a number of bytes; write .*24GiB"),
+    (adapted, {"memory": 24}, r'\d+ bytes are missing.*write "24GiB"'),
+    (adapted, {"loss": "dpo"}, "loss is 'dpo'; give a function"),
+    (lambda: nn.Linear(3, 3), {}, "Linear has no decoder layers"),
+    (lambda: tiny_model("qwen3_moe", device="meta"), {}, "is on meta"),
+    (lambda: tiny_model("qwen3_moe").requires_grad_(False), {}, "no weight of the model is train"),
+    (lambda: tiny_model("qwen3_omni_moe_talker_text"), {}, "token ids, on which Qwen3OmniMoeT"),
+]
+
+
+def test_what_cannot_be_fitted_is_said():
+    for make, how, words in REFUSED:
+        with pytest.raises(ConfigError, match=words):
+            fitted(make(), **how)
+    model = adapted()
+    least = least_memory(model)
+    with pytest.raises(ConfigError, match=r"\b1 bytes are missing"):
+        fitted(model, least - 1)
+    with fitted(model, least), pytest.raises(ConfigError, match=r"call remove\(\)"):
+        fitted(model)
+    fitted(model).remove()
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """The state that `fit_memory` must not change."""
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}
+    tensors |= {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    tensors["rng"] = torch.get_rng_state()
+    found: dict[str, Any] = {name: tensor.tolist() for name, tensor in tensors.items()}
+    said = {"_moe_qlora_announcement", "_moe_qlora_adapters_seen"}  # by the first forward
+    for name, m in model.named_modules():
+        found[f"{name}()"] = {*vars(m)} - said, m.training, vars(m).get("gradient_checkpointing")
+    return found | {"trained": [p.requires_grad for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("end", ["removed", "too small", "interrupted"])
+def test_the_model_is_as_before(end):
+    model = adapted()
+    del model.equal_models  # It is measured here
+    model.gradient_checkpointing_enable()
+    layers = model.get_base_model().model.layers
+    model.eval()
+    layers[0].train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    before = everything(model)
+    if end == "removed":
+        with fitted(model, half(model)):
+            assert not layers[0].gradient_checkpointing
+    elif end == "too small":
+        with pytest.raises(ConfigError, match="missing"):
+            fitted(model, 1)
+    else:
+        calls = []
+
+        def interrupt(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), layers[-1].register_forward_pre_hook(interrupt):
+            fitted(model)
+    assert everything(model) == before
+
+
+def test_evaluation_and_generation_run_as_before():
+    model, plain = adapted(), adapted()
+    ids = token_ids(model)
+
+    def results(model: Any) -> list[Tensor]:
+        model.get_base_model().config.use_cache = True
+        outs = []
+        for mode in (True, False):
+            model.train(mode)
+            with torch.no_grad():
+                outs.append(model(input_ids=ids).logits)
+                cache = model(input_ids=ids, use_cache=True).past_key_values
+                assert cache.get_seq_length() == SEQ
+            start = {"input_ids": ids[:, :5], "max_new_tokens": 5, "pad_token_id": 0}
+            outs.append(model.generate(**start, do_sample=False))
+        with model.disable_adapter():
+            outs.append(model(input_ids=ids).logits)
+        model.train()
+        return outs
+
+    with fitted(model, half(model)):
+        assert all(map(torch.equal, results(model), results(plain)))
+        assert_same_training(train(model, ids), train(plain, ids))
+
+
+@pytest.mark.parametrize(("model_type", "static"), [("qwen3_moe", False), ("gpt_oss", True)])
+def test_tokens_after_a_cached_prefix(model_type, static):
+    model = adapted(model_type)
+    ids, config = token_ids(model), model.get_base_model().config
+
+    def steps() -> list[Any]:
+        found = []
+        for first, last in ((-6, None), (-6, -5)):
+            cache: Any = DynamicCache(config=config)
+            if static:
+                cache = StaticCache(config=config, max_cache_len=SEQ)
+            with torch.no_grad():
+                model(input_ids=ids[:, :-6], past_key_values=cache)
+            model.zero_grad()
+            out = model(input_ids=ids[:, first:last], past_key_values=cache).logits
+            out.square().sum().backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found += [out.detach(), *grads]
+        return found
+
+    wanted = steps()
+    with fitted(model, half(model)):
+        assert all(map(torch.equal, steps(), wanted))
+
+
+def both_batches(model: Any) -> None:
+    batches = [token_ids(model, seed=seed) for seed in (0, 1)]
+    sum(model(input_ids=ids, labels=ids).loss for ids in batches).backward()
+
+
+def in_bf16(model: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        both_batches(model)
+
+
+def other_adapter(model: Any) -> None:
+    if "other" not in model.peft_config:
+        model.add_adapter("other", model.peft_config["default"])
+        fill(model)
+    torch.manual_seed(0)
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        both_batches(model)
+
+
+@pytest.mark.parametrize("run", [in_bf16, other_adapter])
+def test_gradients_are_those_of_computing_all_again(run):
+    """With dropout, which draws the same numbers again."""
+
+    def model() -> Any:
+        model = with_lora(adapted().unload(), dropout=0.2)
+        model.equal_models = "with dropout"
+        return model
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        run(model)
+        return whole_gradients(model)
+
+    checkpointed, ours = model(), model()
+    checkpointed.gradient_checkpointing_enable()
+    expected = gradients(checkpointed)
+    with fitted(ours, half(ours)):
+        assert_same(gradients(ours), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+def test_compiled_layers_stay_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    model, plain = adapted(num_hidden_layers=1), adapted(num_hidden_layers=1)
+    ids = token_ids(model)
+    memory = half(model)
+    (layer,) = model.get_base_model().model.layers
+    layer.compile()
+    with fitted(model, memory):
+        torch._dynamo.reset()
+        counters.clear()
+        losses, _ = train(model, ids)
+        assert counters["stats"]["unique_graphs"] > 0
+    assert losses == pytest.approx(train(plain, ids)[0], rel=1e-5)
+    assert layer._compiled_call_impl is not None
+
+
+def test_what_is_fitted_wins_over_a_trainers_checkpointing(tmp_path):
+    def losses(model: Any) -> list[float]:
+        options = training.four_steps(tmp_path, 1, use_cpu=True, gradient_checkpointing=True)
+        trainer = training.trainer_of(model, options)
+        trainer.train()
+        return training.logged_losses(trainer)
+
+    expected = losses(adapted(vocab_size=256))
+    model = adapted(vocab_size=256)
+    layers = model.get_base_model().model.layers
+    with fitted(model, batch_size=12, seq_len=8):
+        assert losses(model) == expected
+        assert not any(layer.gradient_checkpointing for layer in layers)
+    assert all(layer.gradient_checkpointing for layer in layers)
+
+
+def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(monkeypatch):
+    """By arithmetic alone: the model itself is on a CPU."""
+    segments = [{"is_expandable": False}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert fit_module._gaps() == 0.04
+    segments[0]["is_expandable"] = True
+    assert fit_module._gaps() == 0.02
+    with fitted(adapted()) as fit:
+        activities = fit._activities[levels.RECOMPUTE]
+        peak = fit._needed(activities)
+        fit._gaps = 0.04
+        assert fit._needed(activities) == int(peak * 1.04)
+        monkeypatch.setattr(fit, "_device", torch.device("cuda"))
+        record(fit)
+        assert fit._needed(activities) > (peak + (256 << 20)) * 1.04
+        monkeypatch.undo()
+
+
+def record(fit: Any) -> None:
+    """As if its layers were recorded as graphs."""
+    for runner in fit._runners.values():
+        runner.graphs = SimpleNamespace(run=lambda runner, *args: runner.compute(*args))
+
+
+@pytest.mark.parametrize(
+    ("over", "reserved", "said"),
+    [(1.02, 1.1, None), (1.05, 1.1, "between tensors.*fewer\\)\\."), (1.0, 1.3, "give memory=")],
+    ids=["near", "over the plan", "over the memory"],
+)
+def test_first_steps_that_take_more_than_was_planned_are_said(
+    over, reserved, said, monkeypatch, caplog
+):
+    model = adapted()
+    with fitted(model) as fit:
+        most = fit.peak
+    given: list[None] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+    with fitted(model, int(1.2 * most)) as fit:
+        record(fit)
+        for _ in range(5):
+            fit._check_first_steps()
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+        for _ in range(2):
+            optimizer.step()
+        assert len(given) == 1  # Before an optimizer's first step
+    found = [text for text in caplog.messages if "the first steps took" in text]
+    assert len(found) == (said is not None)
+    assert all(re.search(str(said), text) for text in found)
+
+
+@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH + 1, SEQ)])
+def test_more_or_longer_sequences_are_computed_again(shape, caplog):
+    model = adapted("gpt_oss")
+    ids = token_ids(model, *shape)
+    expected = train(adapted("gpt_oss"), ids, 1)
+    ran: list[int] = []
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.router.register_forward_hook(lambda *_: ran.append(1))
+    with caplog.at_level(logging.WARNING), fitted(model):
+        ran.clear()
+        train(model, token_ids(model), 1)
+        assert len(ran) == 1 and "were promised" not in caplog.text
+    model = adapted("gpt_oss")
+    with caplog.at_level(logging.WARNING), fitted(model):
+        assert_same_training(train(model, ids, 1), expected)
+        assert measured_peak(model, ids) <= least_memory(adapted("gpt_oss"), *shape)
+    assert caplog.text.count("were promised") == 1
+    assert ("in sequences of 96, and 2 x 48 were" in caplog.text) == (shape[0] == 1)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_layers_get_the_caches_that_hold_tokens(name):
+    """transformers 5.24 calls a layer's `past_key_values` `cache`."""
+    config, seen = tiny_model("qwen3_moe").config, []
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            seen.append(kwargs.get(name))
+            return x
+
+    layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
+    full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    on_level(layer, levels.RECOMPUTE, (1, 2))
+    static = StaticCache(config=config, max_cache_len=8)
+    given = [full, EncoderDecoderCache(full, DynamicCache()), static, DynamicCache(config=config)]
+    for cache in given:
+        layer(x, **{name: cache})
+    assert seen == [*given[:3], None]
+    Layer._can_checkpoint_with_cache = True
+    layer(x, **{name: full})
+    assert seen[-1] is full
+
+
+def test_a_copy_of_a_fitted_model_keeps_as_much():
+    model = adapted()
+    ids = token_ids(model)
+    expected = train(adapted(), ids, 1)
+    with fitted(model, least_memory(model)):
+        copied = copy.deepcopy(model)
+    assert_same_training(train(copied, ids, 1), expected)
+    assert measured_peak(copied, ids) <= least_memory(model)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_qlora.errors import ConfigError
 from moe_qlora.lora.packed_rows import watch_packed_rows
@@ -41,40 +42,38 @@ def sequences(model: Any) -> list[Tensor]:
     return [torch.randint(5, vocabulary - 8, (n,), generator=generator) for n in LENGTHS]
 
 
-def padded(rows: list[Tensor], *, left: bool) -> Batch:
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for i, row in enumerate(rows):
-        where = slice(ids.shape[1] - len(row), None) if left else slice(0, len(row))
-        ids[i, where], mask[i, where], labels[i, where] = row, 1, _targets(row)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
 def _targets(row: Tensor) -> Tensor:
-    """Return a sequence's labels, of which the token before must not predict the first."""
-    return torch.cat([torch.tensor([-100]), row[1:]])
+    """A sequence's labels, of which the token before must not predict the first."""
+    return functional.pad(row[1:], (1, 0), value=-100)
+
+
+def padded(rows: list[Tensor], *, left: bool) -> Batch:
+    def joined(parts: list[Tensor], value: int) -> Tensor:
+        side = "left" if left else "right"
+        return pad_sequence(parts, batch_first=True, padding_value=value, padding_side=side)
+
+    mask = joined([torch.ones_like(row) for row in rows], 0)
+    labels = joined([_targets(row) for row in rows], -100)
+    return {"input_ids": joined(rows, 0), "attention_mask": mask, "labels": labels}
 
 
 def packed(rows: list[Tensor]) -> Batch:
-    labels = [_targets(row) for row in rows]
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return {
-        "input_ids": torch.cat(rows)[None],
-        "position_ids": positions[None],
-        "labels": torch.cat(labels)[None],
+    joined = {
+        "input_ids": torch.cat(rows),
+        "position_ids": torch.cat([torch.arange(len(row)) for row in rows]),
+        "labels": torch.cat([_targets(row) for row in rows]),
     }
+    return {name: values[None] for name, values in joined.items()}
 
 
 def packed_in_two(rows: list[Tensor]) -> Batch:
     """Two packed rows, of which the second is padded."""
-    first, second = packed(rows[:3]), packed(rows[3:])
-    sizes = [x["input_ids"].shape[1] for x in (first, second)]
-    both = {}
-    for name, fill in (("input_ids", 0), ("position_ids", 0), ("labels", -100)):
-        pads = [(x[name], (0, max(sizes) - x[name].shape[1])) for x in (first, second)]
-        both[name] = torch.cat([functional.pad(x, pad, value=fill) for x, pad in pads])
-    mask = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
-    return both | {"attention_mask": mask.long()}
+    parts, both = (packed(rows[:3]), packed(rows[3:])), {}
+    for name in parts[0]:
+        each, value = [part[name][0] for part in parts], -100 if name == "labels" else 0
+        both[name] = pad_sequence(each, batch_first=True, padding_value=value)
+    mask = pad_sequence([torch.ones_like(part["labels"][0]) for part in parts], batch_first=True)
+    return both | {"attention_mask": mask}
 
 
 def numbered(rows: list[Tensor]) -> Batch:
@@ -119,11 +118,9 @@ def alone(model: Any) -> tuple[float, dict[str, Tensor]]:
 
 def check(model: Any, expected: tuple[float, dict[str, Tensor]], batch: Batch) -> None:
     (loss, gradients), (sure, theirs) = step(model, batch), expected
-    assert abs(loss - sure) <= 2e-4 * abs(sure)
     largest = max(float(x.abs().max()) for x in theirs.values())
-    assert gradients.keys() == theirs.keys()
-    for name, gradient in gradients.items():
-        assert float((gradient - theirs[name]).abs().max()) <= 5e-3 * largest, name
+    assert abs(loss - sure) <= 2e-4 * abs(sure)
+    torch.testing.assert_close(gradients, theirs, rtol=0, atol=5e-3 * largest)
 
 
 @contextmanager
@@ -136,10 +133,14 @@ def flat(model: Any, batch_size: int = len(LENGTHS), seq_len: int = max(LENGTHS)
             each.remove()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_and_gradients_are_those_of_each_sequence_alone(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=pytest.mark.nightly) if f in ("mixtral", "afmoe") else f
+        for f in FAMILIES
+    ],
+)
+def test_losses_and_gradients_are_those_of_each_sequence_alone(family, monkeypatch):
     """By masks and by offsets."""
     model = tiny_model(family, seed=0, **FAMILIES[family])
     for parameter in model.parameters():
@@ -158,9 +159,7 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone(
 @pytest.mark.parametrize(
     ("family", "rows"), [("qwen3_moe", 1), ("deepseek_v3", 3), ("llama4_text", 3)]
 )
-def test_plain_rows_are_computed_as_rows(
-    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_rows_are_computed_as_rows(family, rows, monkeypatch):
     """Rows of one length, and one sequence that a row holds with filling behind it."""
     model = tiny_model(family, seed=0, **FAMILIES.get(family, {})).train()
     ids = torch.randint(5, 60, (rows, 33), generator=torch.Generator().manual_seed(3))
@@ -173,7 +172,7 @@ def test_plain_rows_are_computed_as_rows(
     assert set(flat_reference.SEEN) == (set() if family == "llama4_text" else {rows})  # By masks
 
 
-def test_outputs_have_the_shape_of_the_batch() -> None:
+def test_outputs_have_the_shape_of_the_batch():
     model = tiny_model("qwen3_moe", seed=0).train()
     batch = padded(sequences(model), left=False)
     asked = {"output_router_logits": True, "output_hidden_states": True, "use_cache": False}
@@ -186,7 +185,7 @@ def test_outputs_have_the_shape_of_the_batch() -> None:
         with within:
             model(inputs_embeds=inputs, **{**batch, "input_ids": None}).loss.backward()
         found.append(inputs.grad)
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
     real = batch["attention_mask"].bool()
     for name in ("loss", "aux_loss"):
         torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
@@ -199,24 +198,7 @@ def test_outputs_have_the_shape_of_the_batch() -> None:
         torch.testing.assert_close(ours[real.flatten()], theirs[real.flatten()])
 
 
-def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
-    memory = flat_rows.RowMemory(room=2, kept=0.5)  # With 4, 8 take 8 + 2, of 2 * 5 or 2 * 4
-    assert memory.holds([4], 8, 5) and not memory.holds([4], 8, 4) and memory.holds([], 9, 4)
-
-    def picked(*rows: tuple[int, int]) -> list[Any]:
-        lengths = flat_rows.RowLengths(4096)
-        lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
-        return [(*lengths.pick(*row), lengths.alone) for row in rows]
-
-    first, wider = (4096, 16, True, False), (4096, 64, True)  # The first one's table is too small
-    found = picked((4000, 9), (700, 9), (4000, 17), (700, 9))
-    assert found == [first, first, (*wider, True), (*wider, False)]
-    short = 2048, 16, True, False  # It and the largest would need 1.4 rows, of 1.1
-    found = picked((1500, 9), (700, 9), (4000, 9), (1500, 9))
-    assert found == [short, short, (4096, 16, False, True), short]
-
-
-def test_rows_are_filled_up_in_training() -> None:
+def test_rows_are_filled_up_in_training():
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
 
     def note(_: Any, args: Any) -> None:
@@ -240,7 +222,7 @@ def test_rows_are_filled_up_in_training() -> None:
     assert [row[1:] for row in seen] == [(True, 16), (True, 64), (True, 256), (True, 1024)]
 
 
-def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_with_a_cache_run_as_before(caplog):
     model = tiny_model("qwen3_moe", seed=0).train()
     ids = sequences(model)[0][None]
     expected = model(input_ids=ids, use_cache=True)
@@ -258,7 +240,7 @@ def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_generation_and_evaluation_are_those_without(family: str) -> None:
+def test_generation_and_evaluation_are_those_without(family):
     model = tiny_model(family, seed=0, **FAMILIES[family])
     rows = sequences(model)
     batch = padded(rows, left=True)
@@ -276,7 +258,7 @@ def test_generation_and_evaluation_are_those_without(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
-def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
+def test_layers_with_a_state_refuse_packed_rows(family):
     model = tiny_model(family, seed=0).train()
     rows = sequences(model)
     expected = step(model, padded(rows, left=False))
@@ -286,7 +268,7 @@ def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
             model(**packed(rows))
 
 
-def test_a_mask_with_holes_runs_as_before() -> None:
+def test_a_mask_with_holes_runs_as_before():
     """Positions go on behind a hole, and windows count it."""
     model = tiny_model("mixtral", seed=0, sliding_window=8).train()
     batch = padded(sequences(model), left=False)
@@ -303,7 +285,7 @@ MIXING = (
 
 
 @pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe", "deepseek_v4"])
-def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family: str) -> None:
+def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family):
     """Also with a mask, which stock transformers takes for one of padding alone."""
     model = tiny_model(family, seed=0).train()
     if family == "diffusion_gemma_text":  # Without a head, and with a cache always
@@ -332,7 +314,7 @@ def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(fam
     assert all(module.training for module in model.modules())
 
 
-def test_models_that_see_keep_packed_rows_apart_or_refuse_them() -> None:
+def test_models_that_see_keep_packed_rows_apart_or_refuse_them():
     """Their outer part makes the masks, and positions have an axis for time."""
     model = tiny_model("gemma4", seed=0).train()
     watch_packed_rows(model)
@@ -350,7 +332,7 @@ def test_models_that_see_keep_packed_rows_apart_or_refuse_them() -> None:
             seeing(input_ids=ids, position_ids=positions)
 
 
-def test_adapters_watch_packed_rows() -> None:
+def test_adapters_watch_packed_rows():
     model = adapted("gpt_oss")
     stack = model.get_base_model().model
     names = list(inspect.signature(stack.forward).parameters)
@@ -365,10 +347,7 @@ def test_adapters_watch_packed_rows() -> None:
         model(**packed(sequences(model)))
 
 
-def test_recorded_lengths_come_from_the_batches_that_come() -> None:
-    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 9000)] == [
-        64, 64, 128, 640, 640, 4096, 5120, 10240,
-    ]  # fmt: skip
+def test_recorded_lengths_come_from_the_batches_that_come():
     lengths = flat_rows.RowLengths(32768)
     came = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
     found = [lengths.pick(n, 9) for n in came * 9]

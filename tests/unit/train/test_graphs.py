@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_graphs import emulate
-from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
+from graphed import COMPILED, batch, gradients, packed, recorded
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -19,7 +19,8 @@ from moe_qlora.testing import tiny_model
 from moe_qlora.train import flat_rows, graphs
 from moe_qlora.train.graphs import LayerGraphs
 from moe_qlora.train.layers import LayerRunner, used_arguments
-from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
+from tests.helpers.fitting import ENOUGH, adapted, fill, fitted, token_ids
+from tests.helpers.training import assert_same_training, whole_gradients
 
 gpu = pytest.mark.gpu
 emulated = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
@@ -66,16 +67,7 @@ def small(**overrides: Any) -> Any:
     return model
 
 
-def step(model: Any, ids: Tensor) -> Any:
-    model.zero_grad()
-    return train(model, ids, 1)
-
-
-def trained(model: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
+def test_what_only_passes_through_a_layer_tells_no_calls_apart():
     layer, ids = tiny_model("qwen3_moe").model.layers[0], torch.ones(1, 4)
     given = {
         "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
@@ -87,16 +79,14 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
 
 
 @emulated
-def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
+def test_flat_rows_are_recorded_for_few_lengths(ran):
     """Of those that come often, and of the last few where these change; gradients stay the same."""
     model = tiny_model("qwen3_moe", num_hidden_layers=LAYERS, seed=0).train()
     counts = [500, 120, 120, 190, 60, 120, 190, 120, 120, 190, 500, 60, 120, 190, 500, 60]
     batches = [token_ids(model, 1, count, seed=place) for place, count in enumerate(counts)]
 
-    def step(ids: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    def step(ids: Tensor) -> Any:
+        return gradients(model, ids, use_cache=False)
 
     wanted = [step(ids) for ids in batches]
     (rows,) = flat_rows.flatten_rows(model, 1, 512, fixed=True)
@@ -119,10 +109,8 @@ def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
 
 @emulated
 @pytest.mark.parametrize("enough", [True, False])
-def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
-    enough: bool, ran: list[str]
-) -> None:
-    model = small()
+def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(enough, ran):
+    model = small(num_hidden_layers=1)
     rows, *_ = flat_rows.flatten_rows(model, 1, 2048, fixed=True)
     ids = [token_ids(model, 1, count) for count in (2000, 1000)]
     with fitted(model, ENOUGH) as fit:
@@ -131,8 +119,8 @@ def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
     with fitted(model, memory):
         found = []
         for each in (ids[1], ids[1], ids[0], ids[1], ids[0], ids[1]):
-            step(model, each)
-            found.append(made.recorded // LAYERS)
+            gradients(model, each)
+            found.append(made.recorded)
     assert found == ([0, 1, 2, 2, 2, 2] if enough else [0, 1, 0, 1, 0, 1])
     made.remove()
     rows.remove()
@@ -140,48 +128,41 @@ def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
 
 @emulated
 @pytest.mark.parametrize("change", ["adapter", "weight"])
-def test_what_is_put_in_the_place_of_weights_is_read_and_trained(
-    change: str, recordings: list[Any]
-) -> None:
+def test_what_is_put_in_the_place_of_weights_is_read_and_trained(change, recordings):
     model = small()
     ids, config = token_ids(model), copy.deepcopy(model.peft_config["default"])
     norm = "base_model.model.model.layers.0.input_layernorm.weight"
     with recorded(model, levels.KEEP):
-        assert equal(step(copy.deepcopy(model), ids), step(model, ids))  # Which has no graphs
+        # A copy has no graphs
+        assert_same_training(gradients(copy.deepcopy(model), ids), gradients(model, ids))
         for _ in range(2):
-            assert all(grad is not None for grad in step(model, ids)[1].values())
+            gradients(model, ids)
         if change == "adapter":  # Made again under its name
-            model.add_adapter("other", copy.deepcopy(config))
-            model.set_adapter("other")
-            model.delete_adapter("default")
-            model.add_adapter("default", copy.deepcopy(config))
-            model.set_adapter("default")
-            model.delete_adapter("other")
+            for name, other in (("other", "default"), ("default", "other")):
+                model.add_adapter(name, copy.deepcopy(config))
+                model.set_adapter(name)
+                model.delete_adapter(other)
             fill(model)
         else:
             state = {norm: model.state_dict()[norm] * 2}
             model.load_state_dict(state, strict=False, assign=True)
             model.get_parameter(norm).requires_grad_(False)
-        weights, got = trained(model), []
-        for _ in range(3):
-            model.load_state_dict(weights, strict=False)
-            got.append(step(model, ids))
+        got = [gradients(model, ids) for _ in range(3)]
     assert len(recordings) == 2 * LAYERS
-    model.load_state_dict(weights, strict=False)
-    wanted = step(model, ids)
-    assert all(equal(each, wanted) for each in got)
+    wanted = gradients(model, ids)
+    for each in got:
+        assert_same_training(each, wanted)
 
 
 @emulated
-def test_a_pass_before_the_backward_of_the_last_one_runs_without_graphs(ran: list[str]) -> None:
+def test_a_pass_before_the_backward_of_the_last_one_runs_without_graphs(ran):
     model = small()
     batches = [token_ids(model, seed=seed) for seed in range(4)]
 
-    def losses(*each: Tensor) -> list[Tensor]:
+    def losses(*each: Tensor) -> Any:
         model.zero_grad()
-        found = [model(input_ids=ids, labels=ids).loss for ids in each]
-        torch.stack(found).sum().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        torch.stack([model(input_ids=ids, labels=ids).loss for ids in each]).sum().backward()
+        return whole_gradients(model)
 
     wanted = losses(*batches[:2]), losses(batches[2])
     with recorded(model, levels.KEEP) as made:
@@ -195,18 +176,16 @@ def test_a_pass_before_the_backward_of_the_last_one_runs_without_graphs(ran: lis
 
 
 @emulated
-def test_where_one_layer_cannot_be_replayed_all_are_recorded_anew(
-    ran: list[str], recordings: list[Any]
-) -> None:
+def test_where_one_layer_cannot_be_replayed_all_are_recorded_anew(ran, recordings):
     model = small()
     ids = token_ids(model)
-    (_, wanted) = balanced(model, ids, False)
+    wanted = gradients(model, ids)
     with recorded(model, levels.KEEP) as made:
         for at in range(6):
             if at == 3:
                 made._runners[1].level = levels.RECOMPUTE
                 ran.clear()
-            torch.testing.assert_close(balanced(model, ids, False)[1], wanted)
+            torch.testing.assert_close(gradients(model, ids), wanted)
         assert ran == [levels.RECOMPUTE] and len(recordings) == 2 * LAYERS
 
 
@@ -215,18 +194,16 @@ def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[s
     model.zero_grad()
     out = model(input_ids=ids, labels=ids, output_router_logits=asked)
     out.loss.backward()
-    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return [out.loss.detach(), *(each.detach() for each in out.router_logits or ())], named
+    return [each.detach() for each in (out.loss, *(out.router_logits or ()))], whole_gradients(
+        model
+    )
 
 
 @emulated
 @pytest.mark.parametrize(
-    ("model_type", "level"),
-    [("qwen3_moe", levels.RECOMPUTE), ("qwen3_moe", levels.KEEP), ("gpt_oss", levels.KEEP)],
+    ("model_type", "level"), [("qwen3_moe", levels.RECOMPUTE), ("gpt_oss", levels.KEEP)]
 )
-def test_router_logits_of_replays_have_gradients(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, level: str
-) -> None:
+def test_router_logits_of_replays_have_gradients(monkeypatch, model_type, level):
     emulate(monkeypatch)
     model: Any = tiny_model(model_type).train()
     model.config.use_cache = False
@@ -255,24 +232,22 @@ def test_router_logits_of_replays_have_gradients(
         *(("deepseek_v3", level, 64, True) for level in levels.LEVELS),
     ],
 )
-def test_replays_give_the_gradients_of_the_layer(
-    model_type: str, level: str, length: int, compiled: bool
-) -> None:
+def test_replays_give_the_gradients_of_the_layer(model_type, level, length, compiled):
     # Routers that choose all experts: compiled in another way, they may choose other ones
     model = packed(model_type, {"num_experts_per_tok": 4} if compiled else None)
     batches = [batch(step, length) for step in range(5)]
     wanted = [gradients(model, ids) for ids in batches]
     with recorded(model, level, compiled=bool(compiled)) as made:
         for ids, want in zip(batches, wanted, strict=True):
-            assert_near(gradients(model, ids), want, COMPILED if compiled else 0.02)
+            assert_same_training(gradients(model, ids), want, COMPILED if compiled else 0.02)
         assert made.recorded == model.config.num_hidden_layers
-    assert_near(gradients(model, batches[4]), wanted[4])
+    assert_same_training(gradients(model, batches[4]), wanted[4], 0.02)
     assert made.recorded == 0
     assert "forward" not in vars(model.get_base_model().model.layers[0])
 
 
 @gpu
-def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again() -> None:
+def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again():
     """Layers of all levels, two lengths in turns, and a layer that is recorded late."""
     model = packed(config={"num_hidden_layers": 6})
     steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
@@ -282,24 +257,24 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
         for place, step in enumerate(steps):
             if place == 4:
                 made._calls[4].known.clear()
-            assert_near(gradients(model, batch(*step)), wanted[place])
+            assert_same_training(gradients(model, batch(*step)), wanted[place], 0.02)
         for place, step in enumerate(steps):
-            assert_near(gradients(model, batch(*step)), wanted[place])
+            assert_same_training(gradients(model, batch(*step)), wanted[place], 0.02)
         assert made.recorded == 12
         for place in (0, 3):  # Their graphs write where the others keep tensors now
             made._runners[place].level = levels.PART
         for place, step in enumerate(steps):
-            assert_near(gradients(model, batch(*step)), wanted[place])
+            assert_same_training(gradients(model, batch(*step)), wanted[place], 0.02)
         # A forward whose loss is given up leaves nothing that a later step waits for.
         model(input_ids=batch(0), labels=batch(0))
         before = made.recorded
-        assert_near(gradients(model, batch(0)), wanted[0])
+        assert_same_training(gradients(model, batch(0)), wanted[0], 0.02)
         assert made.recorded == before
 
 
 @gpu
 @each_level
-def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
+def test_several_forwards_may_come_before_their_backwards(level):
     model = packed()
     wanted = [gradients(model, batch(step)) for step in (7, 8)]
     both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
@@ -310,20 +285,20 @@ def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
         losses = [model(input_ids=batch(step), labels=batch(step)).loss for step in (7, 8)]
         sum(losses).backward()
         got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+        assert_same_training((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both), 0.02)
         # Accumulated, one backward after the other; gradients that are kept stay as they are.
         kept = [(grad, grad.clone()) for grad in got.values()]
         model.zero_grad()
         for step in (7, 8):
             model(input_ids=batch(step), labels=batch(step)).loss.backward()
         got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+        assert_same_training((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both), 0.02)
         assert all(torch.equal(*each) for each in kept)
 
 
 @gpu
 @each_level
-def test_dropout_is_drawn_again_in_backward(level: str) -> None:
+def test_dropout_is_drawn_again_in_backward(level):
     model = packed(lora_dropout=0.5)
     ids = batch(0)
 
@@ -334,7 +309,7 @@ def test_dropout_is_drawn_again_in_backward(level: str) -> None:
     wanted = seeded()
     with recorded(model, level) as made:
         for _ in range(3):
-            assert_near(seeded(), wanted)
+            assert_same_training(seeded(), wanted, 0.02)
         assert made.recorded == model.config.num_hidden_layers
         torch.manual_seed(12)
         other = gradients(model, ids)
@@ -343,9 +318,7 @@ def test_dropout_is_drawn_again_in_backward(level: str) -> None:
 
 @gpu
 @each_level
-def test_a_failed_recording_leaves_everything_as_before(
-    caplog: pytest.LogCaptureFixture, level: str
-) -> None:
+def test_a_failed_recording_leaves_everything_as_before(caplog, level):
     model = packed()
     ids = batch(0)
     want = gradients(model, ids)
@@ -354,7 +327,7 @@ def test_a_failed_recording_leaves_everything_as_before(
     stream = torch.cuda.current_stream()
     with recorded(model, level) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert_near(gradients(model, ids), want)
+            assert_same_training(gradients(model, ids), want, 0.02)
         assert made.recorded == 0
     assert "recording it failed" in caplog.text
     assert torch.cuda.current_stream() == stream
@@ -362,35 +335,32 @@ def test_a_failed_recording_leaves_everything_as_before(
     del norm.forward
     with recorded(model, level) as made:
         for _ in range(3):
-            assert_near(gradients(model, ids), want)
+            assert_same_training(gradients(model, ids), want, 0.02)
         assert made.recorded == model.config.num_hidden_layers
 
 
 @gpu
-def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = packed()
-    seen: list[int] = []
+def test_a_hook_that_a_graph_would_skip_is_told(caplog):
+    model, seen = packed(), []
     router = next(m for m in model.modules() if "Router" in type(m).__name__)
     router.register_forward_hook(lambda *_: seen.append(1))
     want = gradients(model, batch(0))
     seen.clear()
     with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert_near(gradients(model, batch(0)), want)
+            assert_same_training(gradients(model, batch(0)), want, 0.02)
         assert made.recorded == model.config.num_hidden_layers - 1
         assert len(seen) == 3
     assert "has a hook of" in caplog.text
 
 
 @emulated
-def test_weights_that_fsdp_gathers_are_not_recorded(
-    monkeypatch: pytest.MonkeyPatch, ran: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_fsdp_gathers_are_not_recorded(monkeypatch, ran, caplog):
     """A backward gathers them at other addresses than the forward, which a graph would read."""
     model = small()
     monkeypatch.setattr(ranks, "FSDPModule", type(model.get_base_model()))
     with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
-            step(model, token_ids(model))
+            gradients(model, token_ids(model))
     assert made.recorded == 0
     assert "FSDP gathers weights at other addresses" in caplog.text
