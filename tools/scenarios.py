@@ -164,7 +164,7 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    from moe_qlora.packing.decoders import state_tensors
+    from moe_qlora.packing.decoders import from_quant_state
 
     modules = [*model.modules()]
     layers = [
@@ -181,7 +181,7 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
             quant = "4bit"
             shape = parameter.quant_state.shape
             dtype = computed.get(id(parameter), parameter.quant_state.dtype)
-            tensors += state_tensors(parameter.quant_state)
+            tensors += from_quant_state(parameter, parameter.quant_state).statistics
         total += shape.numel()
         trainable += shape.numel() if parameter.requires_grad else 0
         if id(parameter) not in adapters:

@@ -11,11 +11,8 @@ pairs on one module, the one with the most `base_layer` in its path is the first
     <path>.token_adapter.trainable_tokens_delta   (tokens, columns), rows of an embedding
     anything else                             a whole tensor, from `modules_to_save` or `bias`
 
-With resized embeddings, PEFT writes some tensors under several names: the trained `<path>.weight`
-as `<path>.modules_to_save.weight` too, beside the base's own `<path>.original_module.weight`.
-
-In transformers v4, vLLM and SGLang, experts are Linear layers, `<path>.experts.<e>.<leaf>`; such an
-adapter is refused where the model's are fused.
+With resized embeddings, PEFT writes the trained `<path>.weight` as `<path>.modules_to_save.weight`
+too, beside the base's own `<path>.original_module.weight`.
 """
 
 from __future__ import annotations

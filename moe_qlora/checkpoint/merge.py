@@ -8,8 +8,7 @@ one expert) and the LoRA factors of its parameter; a parameter that transformers
 a whole is read whole.
 
 A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the result again would lose
-most of the adapter. A delta of 1 % of a weight's norm has, after rounding to MXFP4, INT4 or NVFP4,
-a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
+most of the adapter.
 """
 
 from __future__ import annotations

@@ -261,12 +261,11 @@ def build_model(
 
 def open_to_pack(
     folder: Path, model: Any, config: Any, device: torch.device
-) -> tuple[Base, PackingPlan, dict[str, torch.dtype], dict[str, bool], dict[str, str], list[str]]:
-    """Open a checkpoint that is to be packed, given its model on meta.
+) -> tuple[Base, PackingPlan, dict[str, torch.dtype], set[str], dict[str, str], list[str]]:
+    """Open a checkpoint that is to be packed, given its model on meta, whose Linears are replaced.
 
     Returns it; what is packed; the dtypes of all parameters, were they not; its packed Linear
-    layers (`packed_linears`), which replace the model's; the names that are stored under another;
-    and the names that are written.
+    layers; the names that are stored under another; and the names that are written.
     """
     plan = packing_spec(model, config, model.dtype, None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}

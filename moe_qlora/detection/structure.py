@@ -46,10 +46,8 @@ class RouterCandidate:
 
 
 def is_list(node: Node) -> bool:
-    """Return whether the module only lists others, which are independent of each other.
-
-    A dict of unlike modules is not a list but one block: its router and its experts by name.
-    """
+    """Return whether the module only lists others, which are independent of each other."""
+    # A dict of unlike modules is one block: its router and its experts by name.
     if isinstance(node.module, nn.ModuleDict):
         return len({type(child) for child in node.module.children()}) < 2
     return isinstance(node.module, nn.ModuleList)

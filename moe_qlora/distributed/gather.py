@@ -21,7 +21,7 @@ from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import read
 from ..packing.parametrize import Place, packed_places
 from ..packing.settings import CodecSettings, packed_tensors
-from ..world import NOT_GIVEN, WholeTensor
+from ..world import NOT_GIVEN, WholeTensor, world
 
 _Result = TypeVar("_Result")
 
@@ -194,8 +194,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in values}
 
     gathered = gather_to_first(tensors, collect, "full_state_dict")
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
-    return gathered if first and gathered is not None else {}
+    return gathered or {} if world().is_first() else {}
 
 
 Facts = Callable[[], Mapping[str, Any]]

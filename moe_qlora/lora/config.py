@@ -63,8 +63,8 @@ def adapt_lora_config(
     if not isinstance(lora_config, PeftConfig):
         raise ConfigError(f"lora_config is a {type(lora_config).__name__}: give a LoraConfig.")
     warn = not isinstance(lora_config, AdaptedLoraConfig) and not lora_config.inference_mode
-    options: Any = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    return adapt(model, lora_config, warn=warn, **options)
+    options = experts, router, scale_expert_rank
+    return adapt(model, lora_config, *options, warn=warn)
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -95,8 +95,8 @@ class AdaptedLoraConfig(LoraConfig):
 
 
 def adapt(
-    model: nn.Module, config: PeftConfig, *, experts: Any = False, router: bool = False,
-    scale_expert_rank: bool | int = False, warn: bool = False,
+    model: nn.Module, config: PeftConfig, experts: Any = False, router: bool = False,
+    scale_expert_rank: bool | int = False, *, warn: bool = False,
 ) -> PeftConfig:  # fmt: skip
     """Return the config adapted to a model; `warn` of targets without LoRA, before training."""
     model = base_model(model)
@@ -140,8 +140,7 @@ def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
 def make_adapted(config: PeftConfig, targets: Targets, packed: TrainingCodec | None) -> PeftConfig:
     """Turn a copy of the caller's config into PEFT's: for LoRA an `AdaptedLoraConfig`."""
     adapted: Any = config
-    values = {"exclude_modules": targets.excludes, "target_modules": targets.modules}
-    for field, value in values.items():
+    for field, value in (("exclude_modules", targets.excludes), ("target_modules", targets.modules)):
         setattr(adapted, field, value if value is None or isinstance(value, str) else set(value))
     if hasattr(adapted, "target_parameters"):
         adapted.target_parameters = targets.parameters and list(targets.parameters)

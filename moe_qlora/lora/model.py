@@ -31,12 +31,7 @@ from . import files
 from .config import adapt, adapt_lora_config, record_base, spell_exactly
 from .layer import Linear4bit, Linear8bitLt, ParamWrapper, use_own_layers
 from .packed_rows import watch_packed_rows
-from .targets import (
-    check_adapter_names,
-    check_packed,
-    packed_parameters,
-    rewritten,
-)
+from .targets import check_packed, packed_parameters, rewritten
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _OFFLINE = (
@@ -64,10 +59,8 @@ def get_peft_model(
     Args:
         model: The model, changed in place as PEFT does.
         lora_config: The caller's config; never changed.
-        adapter_name: Name of the first adapter.
-        experts: As for `adapt_lora_config`.
-        router: As for `adapt_lora_config`.
-        scale_expert_rank: As for `adapt_lora_config`.
+        adapter_name: Of the first adapter.
+        experts, router, scale_expert_rank: As for `adapt_lora_config`.
         unpacked_ok: Accept experts that are not packed, without a warning or an error.
         **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage, ...).
 
@@ -78,8 +71,9 @@ def get_peft_model(
     """
     if not (experts or router or scale_expert_rank):  # which have an error of their own
         check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
-    options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    config = adapt_lora_config(model, lora_config, **options)  # type: ignore[arg-type]
+    config = adapt_lora_config(
+        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
+    )
     if not packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     if isinstance(model, PeftModel):
@@ -135,7 +129,7 @@ def load_adapter(
     if training_codec.from_note(on_disk) is not None:  # trained on packed experts
         check_packed(base, unpacked_ok=unpacked_ok, stacklevel=2)
     with files.reading(adapter):
-        config = _read_config(base, adapter, **hub)
+        config = _read_config(base, adapter, on_disk, **hub)
     config.inference_mode = not is_trainable
     config = adapt(base, config)
     creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
@@ -154,11 +148,10 @@ def load_adapter(
     return cast(PeftModel, peft_model)
 
 
-def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
+def _read_config(base: nn.Module, adapter: str, folder: Path, **hub: Any) -> PeftConfig:
     config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
     if isinstance(config, LoraConfig):
-        path = Path(adapter) / (hub.get("subfolder") or "") / WEIGHTS
-        local: Any = read_header(path) if path.exists() else None
+        local: Any = read_header(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None
         keys = local or load_peft_weights(adapter, device="cpu", **hub)
         if (key := single_expert(base, keys)) is not None:
             if (fused := rewritten(base, config)) is None:
@@ -171,10 +164,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     """Check adapters that a host has created with stock PEFT over packed experts, in place.
 
     For hosts that build the `LoraConfig` and the `PeftModel` themselves, with the names from
-    `target_parameters` and `exclude_modules`. Any other model is returned as it is.
-
-    Raises:
-        AdapterError: An adapter targets a packed parameter and has no layer for it.
+    `target_parameters` and `exclude_modules`. Any other model is returned as it is. An
+    `AdapterError` where an adapter targets a packed parameter and has no layer for it.
     """
     tuner = getattr(model, "base_model", None)
     # Prompt learning leaves the model as it is.
@@ -183,7 +174,6 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     use_own_layers(tuner.model)
-    check_adapter_names(tuner.model, model.peft_config)
     checks.check(tuner.model, model.peft_config)
     for config in model.peft_config.values():
         record_base(tuner.model, config)
@@ -209,7 +199,6 @@ class LoraModel(StockLoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        check_adapter_names(model, self.peft_config)
         world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config

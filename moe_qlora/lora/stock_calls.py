@@ -31,7 +31,6 @@ from .files import check_adapter, check_fits, use_own_files
 from .model import LoraModel
 from .targets import (
     changed,
-    check_adapter_names,
     exclude_modules,
     is_all_linear,
     is_lora,
@@ -71,14 +70,13 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or not packed_parameters(model)
     ):
         return
-    check_adapter_names(model, {*getattr(model, "peft_config", ()), name})
     loads = PeftModel.from_pretrained.__func__.__code__, PreTrainedModel.load_adapter.__code__
     load = _caller(frame, _FAR, *loads)
-    if not isinstance(config, AdaptedLoraConfig):
-        if load is not None and is_lora(config):  # untrusted input
-            config = _as_loaded(model, config, load)
-        config = adapt(model, config, warn=load is None and not config.inference_mode)
-        tuner.peft_config[name] = config
+    is_new = not isinstance(config, AdaptedLoraConfig)
+    if is_new and load is not None and is_lora(config):  # untrusted input
+        config = _as_loaded(model, config, load)
+    warn = is_new and load is None and not config.inference_mode
+    config = tuner.peft_config[name] = adapt(model, config, warn=warn)
     if type(tuner) is not StockLoraModel:
         return
     tuner.__class__ = LoraModel

@@ -242,12 +242,6 @@ def to_quant_state(packed: PackedWeight) -> Any:
     )  # fmt: skip
 
 
-def state_tensors(state: Any) -> list[Tensor]:
-    """Return every tensor of a `QuantState`, nested ones included."""
-    inner = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    return [state.absmax, state.code, *inner]
-
-
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes may lie in host memory."""
 

@@ -15,7 +15,7 @@ from moe_qlora.layout import human_bytes
 from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.decoders import state_tensors
+from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.packing.settings import CodecSettings
 
 SETTINGS = {
@@ -81,7 +81,7 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
             assert type(original) is bnb.nn.Params4bit
             state = module.parametrizations[name][0].quant_state
             assert original.quant_state == state
-            own = {t.data_ptr() for t in state_tensors(state)}
+            own = {t.data_ptr() for t in from_quant_state(original, state).statistics}
             assert own == {t.data_ptr() for t in stack.statistics}
 
 
