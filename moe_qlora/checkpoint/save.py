@@ -187,11 +187,10 @@ def quantize_checkpoint(
 ) -> Manifest:
     """Pack a checkpoint into a new folder, which loads under `enabled()`; return its manifest.
 
-    The source is a folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is
-    read; the destination a new one. `dtype` is that of what is not packed, and of decoded weights
-    (None: the checkpoint's own), `device` where to pack (None: a GPU where there is one).
-    `progress`: True shows a bar; a callable gets (parameters done, in all, the last one's name).
-    Memory use is a shard, and one parameter; of a fused expert weight, a few experts.
+    The source is a 16-bit or prequantized folder in safetensors, the destination a new one. `dtype`
+    is that of plain and of decoded weights (None: the checkpoint's own), `device` where to pack
+    (None: a GPU where there is one). `progress`: True shows a bar; a callable gets (parameters
+    done, in all, the last one's name). Memory use is a few experts, or one other parameter.
     """
     folder, out = absolute(source), absolute(destination)
     check_new(out)

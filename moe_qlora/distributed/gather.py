@@ -133,8 +133,8 @@ def gather_to_first(
     """Return `use(read)` of the first rank, where `read(key)` returns a tensor whole; else None.
 
     All ranks must call it, and return or raise together: an error of `use` is raised on all; where
-    a rank is lost, a `CheckpointError` that `what` begins. `use` may read the tensors in any order,
-    and not all of them. Where none is divided, it runs on every rank that calls.
+    a rank is lost, a `CheckpointError` that `what` begins. Where no tensor is divided, it runs on
+    every rank that calls.
     """
     if not any(tensor.divided for tensor in tensors.values()):
         return use(lambda key: tensors[key].gather())

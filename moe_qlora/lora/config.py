@@ -53,10 +53,9 @@ def adapt_lora_config(
             top-k, an int with that number. The caller's `rank_pattern` goes before it, and
             `lora_alpha` stays, so the scaling alpha / rank grows.
 
-    Raises:
-        ConfigError: The config asks for DoRA, lora_bias, PiSSA or another setting that packed
-            experts do not support, for full training of packed weights (modules_to_save), or an
-            option needs packed experts and the model has none.
+    Raises a `ConfigError` where the config asks for DoRA, lora_bias, PiSSA or another setting that
+    packed experts do not support, or for full training of packed weights (modules_to_save), or an
+    option needs packed experts and the model has none.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: give a model that is loaded.")
@@ -140,7 +139,8 @@ def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
 def make_adapted(config: PeftConfig, targets: Targets, packed: TrainingCodec | None) -> PeftConfig:
     """Turn a copy of the caller's config into PEFT's: for LoRA an `AdaptedLoraConfig`."""
     adapted: Any = config
-    for field, value in (("exclude_modules", targets.excludes), ("target_modules", targets.modules)):
+    values = {"exclude_modules": targets.excludes, "target_modules": targets.modules}
+    for field, value in values.items():
         setattr(adapted, field, value if value is None or isinstance(value, str) else set(value))
     if hasattr(adapted, "target_parameters"):
         adapted.target_parameters = targets.parameters and list(targets.parameters)

@@ -125,8 +125,9 @@ class ParamWrapper(StockParamWrapper):
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)
-        if parametrize.is_hosted(base := self.get_base_layer()):
-            device = device_of(base, self.parameter_name)  # Not where PEFT saw the first parameter
+        base, name = self.get_base_layer(), self.parameter_name
+        if is_packed(base, name) and parametrize.parametrization_list(base, name).host is not None:
+            device = device_of(base, name)  # Not where PEFT saw the first parameter
             for factor in (*self.lora_A.values(), *self.lora_B.values()):
                 if not factor.weight.is_meta:
                     factor.to(device)

@@ -31,7 +31,7 @@ from . import files
 from .config import adapt, adapt_lora_config, record_base, spell_exactly
 from .layer import Linear4bit, Linear8bitLt, ParamWrapper, use_own_layers
 from .packed_rows import watch_packed_rows
-from .targets import check_packed, packed_parameters, rewritten
+from .targets import check_adapter_names, check_packed, packed_parameters, rewritten
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _OFFLINE = (
@@ -60,14 +60,14 @@ def get_peft_model(
         model: The model, changed in place as PEFT does.
         lora_config: The caller's config; never changed.
         adapter_name: Of the first adapter.
-        experts, router, scale_expert_rank: As for `adapt_lora_config`.
+        experts: As for `adapt_lora_config`.
+        router: As for `adapt_lora_config`.
+        scale_expert_rank: As for `adapt_lora_config`.
         unpacked_ok: Accept experts that are not packed, without a warning or an error.
         **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage, ...).
 
-    Raises:
-        ConfigError: See `adapt_lora_config`; also `mixed=True`, a `PeftModel`, and experts that are
-            not packed although the model's quantization_config asks for it.
-        AdapterError: LoRA on an expert parameter did not get connected.
+    Raises a `ConfigError` as `adapt_lora_config`, for `mixed=True`, a `PeftModel`, and for experts
+    that are not packed although the model's quantization_config asks for it.
     """
     if not (experts or router or scale_expert_rank):  # which have an error of their own
         check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
@@ -99,9 +99,9 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those
-    with LoRA for each single expert (transformers v4) that PEFT itself can fuse for the model's
-    type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would refuse.
+    Reads adapters of this package and of stock PEFT on the unpacked model, and those on single
+    experts (transformers v4) that PEFT can fuse for the model's type. Files of adapters on experts
+    carry no `lora_dropout`, which stock PEFT would refuse.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
@@ -112,11 +112,9 @@ def load_adapter(
         unpacked_ok: Accept experts that are not packed though the adapter's note says packed.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
-    Raises:
-        AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
-            adapter's note names a model that computes otherwise or has other weights.
-        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
-        ConfigError: See `adapt_lora_config`.
+    Raises an `AdapterError` where the file does not fit the model, or the adapter's note names one
+    that computes otherwise or has other weights; a `CheckpointError` where the folder is no
+    adapter, or a file of it is missing or damaged; a `ConfigError` as `adapt_lora_config`.
     """
     adapter = os.fspath(adapter)
     if adapter_name in getattr(model, "peft_config", {}):
@@ -174,6 +172,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     use_own_layers(tuner.model)
+    check_adapter_names(tuner.model, model.peft_config)
     checks.check(tuner.model, model.peft_config)
     for config in model.peft_config.values():
         record_base(tuner.model, config)
@@ -199,6 +198,7 @@ class LoraModel(StockLoraModel):
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
     ) -> None:
+        check_adapter_names(model, self.peft_config)
         world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config

@@ -31,6 +31,7 @@ from .files import check_adapter, check_fits, use_own_files
 from .model import LoraModel
 from .targets import (
     changed,
+    check_adapter_names,
     exclude_modules,
     is_all_linear,
     is_lora,
@@ -70,6 +71,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or not packed_parameters(model)
     ):
         return
+    check_adapter_names(model, {*getattr(model, "peft_config", ()), name})
     loads = PeftModel.from_pretrained.__func__.__code__, PreTrainedModel.load_adapter.__code__
     load = _caller(frame, _FAR, *loads)
     is_new = not isinstance(config, AdaptedLoraConfig)

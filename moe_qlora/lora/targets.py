@@ -36,7 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..detection.detect import detect
 from ..detection.tree import join
-from ..errors import ConfigError
+from ..errors import AdapterError, ConfigError
 from ..experts.forward import can_serve
 from ..layout import Router, base_model, listed, name_pattern, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed_linear, packed_names
@@ -106,6 +106,18 @@ def check_dropout(name: str, module: nn.Module, probability: float) -> None:
             f"lora_dropout={probability} does not work for {name} of {type(module).__name__}, "
             "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "
             "experts out of target_parameters."
+        )
+
+
+def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
+    """Raise where one of several adapters has the name of a part of the model."""
+    # PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
+    own = {"model", "weight", "bias", *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")}
+    names = (re.split(r"\.(?=lora_|modules_to_save)", n)[0] for n, _ in model.named_modules())
+    if len(adapters) > 1 and (taken := own.union(*(n.split(".") for n in names)) & {*adapters}):
+        raise AdapterError(
+            f"adapter {min(taken)!r} has the name of a part of the model, and PEFT would leave "
+            "LoRA there out of the files of other adapters: give it another name."
         )
 
 

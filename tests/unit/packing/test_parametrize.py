@@ -11,7 +11,6 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import nn
 
-from moe_qlora.layout import human_bytes
 from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
@@ -67,9 +66,7 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
     assert_reads(module, decoded)
     assert storage.packed_names(module) == ("gate_up", "down")
     assert not storage.is_packed(module, "bias")
-    size = human_bytes(storage.read_packed(module, "down").nbytes)
-    line = f"Packed({settings.describe()}, (4, 40, 24) bfloat16, {size})"
-    assert line in repr(module)
+    assert f"Packed({settings.kind}, (4, 40, 24))" in repr(module)
     for name in decoded:
         original = storage.original_of(module, name)
         assert not original.requires_grad
