@@ -153,12 +153,7 @@ class LoraSettings:
     rank_pattern: dict[_Pattern, _Rank] | None = None
     alpha_pattern: dict[_Pattern, _Alpha] | None = None
     use_rslora: _Flag = None
-    use_dora: _Flag = None
-    use_qalora: _Flag = None
-    lora_bias: _Flag = None
-    fan_in_fan_out: _Flag = None
     inference_mode: _Flag = None
-    ensure_weight_tying: _Flag = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
     base_model_name_or_path: str | None = None
     trainable_token_indices: _Tokens | dict[str, _Tokens] | None = None

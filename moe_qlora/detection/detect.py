@@ -57,17 +57,9 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
         items = list(group)
         params = tuple(item.expert for item in items if item.expert is not None)
         router = next(filter(None, (item.router for item in items)), None)
-        counts = {param.num_experts for param in params}
-        widths = {size for param in params for size in param.shape[1:]}
-        others = {*(item.leaf for item in items), router and router.leaf}
-        biases = (
-            leaf.attribute
-            for leaf in node.leaves
-            if leaf.kind == "bare" and len(leaf.shape) == 2 and leaf not in others
-            if leaf.shape[0] in counts and leaf.shape[1] in widths
-        )
+        largest = max(param.num_experts for param in params)
         choosing = None if router is None else _router(router.leaf, router.num_choices)
-        form = max(counts), params, choosing, dispatches(node.module), tuple(biases)
+        form = largest, params, choosing, dispatches(node.module)
         modules.append(ExpertsModule(node.name, type(node.module).__name__, *form))
     return tuple(modules)
 

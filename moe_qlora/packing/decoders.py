@@ -288,8 +288,9 @@ class PackedList(P.ParametrizationList):
         return super().forward() if self.host is None else _unpacked(self)
 
     def __repr__(self) -> str:
+        decoder: Any = self[0]
         where = "" if self.host is None else ", on host"
-        return f"Packed({self[0].kind}, {tuple(self[0].weight_shape)}{where})"
+        return f"Packed({decoder.kind}, {tuple(decoder.weight_shape)}{where})"
 
 
 def fetch_by(handle: Tensor) -> PackedWeight:
