@@ -98,7 +98,14 @@ def check(model: nn.Module, configs: dict[str, Any]) -> None:
         f"{unwrapped_name(module)}.{name}".lstrip(".") for module, _, name in iter_packed(model)
     ]
     for adapter, config in configs.items():
+        made_for = getattr(getattr(config, "_packed", None), "experts", ())
         for target in sorted(getattr(config, "target_parameters", None) or ()):
+            if target in made_for and target not in packed and target not in wrappers:
+                raise AdapterError(
+                    f"LoRA adapter {adapter!r} on {target} was not created: its LoRA config was "
+                    "adapted to another model, and this one has no such weight; call "
+                    "moe_qlora.adapt_lora_config with this model and your own config."
+                )
             for name in packed:
                 if name != target and not name.endswith(f".{target}"):
                     continue

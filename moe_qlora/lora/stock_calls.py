@@ -74,11 +74,11 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     check_adapter_names(model, {*getattr(model, "peft_config", ()), name})
     loads = PeftModel.from_pretrained.__func__.__code__, PreTrainedModel.load_adapter.__code__
     load = _caller(frame, _FAR, *loads)
-    is_new = not isinstance(config, AdaptedLoraConfig)
-    if is_new and load is not None and is_lora(config):  # untrusted input
-        config = _as_loaded(model, config, load)
-    warn = is_new and load is None and not config.inference_mode
-    config = tuner.peft_config[name] = adapt(model, config, warn=warn)
+    if not isinstance(config, AdaptedLoraConfig):
+        if load is not None and is_lora(config):  # untrusted input
+            config = _as_loaded(model, config, load)
+        config = adapt(model, config, warn=load is None and not config.inference_mode)
+        tuner.peft_config[name] = config
     if type(tuner) is not StockLoraModel:
         return
     tuner.__class__ = LoraModel
