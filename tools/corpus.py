@@ -3,18 +3,15 @@
     python tools/corpus.py check                       the CPU's entries against tests/corpus
     python tools/corpus.py check --only qwen3_moe gpt_oss/int8
     python tools/corpus.py record [--only ...]         overwrites the entries named, or all
-    python tools/corpus.py record --gpu --out DIR      16 entries on a GPU ($OUT if it is set)
+    python tools/corpus.py record --gpu --out DIR      14 entries on a GPU ($OUT if it is set)
     python tools/corpus.py check --gpu --out DIR       --device cpu for a smoke test
     python tools/corpus.py fixtures                    folders of today's format, tests/fixtures
 
 An entry is a model type with a codec. Only public names and calls of PEFT and transformers are
 used, so that the data outlive any change inside. Hashes, names and classes of errors must be equal;
-floats may differ by the tolerance of the codec, fingerprints (a norm, and a product with random
-signs) by that part of the norm, bytes of a plan by 3 %. `check` prints a line for each difference:
-entry, field, recorded, seen; and ends with 1.
+floats and fingerprints (a norm, and a product with random signs) may differ by the tolerance of the
+codec, bytes of a plan by 3 %. Each difference is a line: entry, field, recorded, seen.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -22,10 +19,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -98,73 +93,50 @@ def _lines(value: Any, indent: int = 0) -> str:
 
 def main() -> int:
     """Record or check; returns the exit code."""
-    options = _options()
-    if options.command == "fixtures":
-        from tools.corpus_fixtures import write_fixtures
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("command", choices=["record", "check", "fixtures"])
+    parser.add_argument("--only", nargs="+", default=[], help="entries, model types or codecs")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--gpu", action="store_true", help="the entries of a GPU, in one process")
+    parser.add_argument("--device", default="cuda", help="of --gpu")
+    parser.add_argument("--out", type=Path, help="folder of the data, or of the fixtures")
+    options = parser.parse_args()
+    from tools import corpus_entries, corpus_fixtures
 
-        write_fixtures(options.out or FIXTURES)
+    if options.command == "fixtures":
+        corpus_fixtures.write_fixtures(options.out or FIXTURES)
         return 0
-    source: Any = import_module("tools.corpus_gpu" if options.gpu else "tools.corpus_entries")
-    names, only = source.ENTRIES, options.only
-    chosen = [name for name in names if not only or {name, *name.split("/")} & {*only}]
+    measure: Any = corpus_entries.measure_gpu if options.gpu else corpus_entries.measure
+    every = [*(corpus_entries.GPU_ENTRIES if options.gpu else corpus_entries.ENTRIES)]
+    chosen = [name for name in every if {name, *name.split("/")} & {*options.only}]
+    chosen = chosen if options.only else every
     if not chosen:
-        raise SystemExit(f"no entry is named by --only {' '.join(only)}; there are {names}")
+        sys.exit(f"no entry is named by --only {' '.join(options.only)}; there are {every}")
     folder = options.out or (Path(os.environ.get("OUT", "corpus_gpu")) if options.gpu else DATA)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    started, bad = time.monotonic(), 0
-    recorded = read(folder) if options.command == "check" else {}
-    for entry, seen in _measured(source.measure, chosen, options):
-        found: list[tuple[str, Any, Any]] = []
-        if isinstance(seen, Exception):
-            found = [("(all)", "", f"{type(seen).__name__}: {seen}")]
-        elif seen is None:
-            print(f"{entry}: skipped, needs two GPUs", flush=True)
-        elif options.command == "record":
-            write(folder, entry, seen)
-            print(f"{entry}: {time.monotonic() - started:.0f} s", flush=True)
-        else:
-            kind = "gpu" if options.gpu else entry.split("/")[1]
-            tolerance = TOLERANCES.get(kind, TOLERANCE)
-            found = list(differences(recorded.get(entry, {}), seen, tolerance))
-        for field, *both in found:
-            print(entry, field, *(json.dumps(value)[:300] for value in both), sep="\t", flush=True)
-        bad += len(found)
+    os.environ |= {} if options.gpu else {"OMP_NUM_THREADS": "1"}
+    started, bad, given = time.monotonic(), 0, [options.device] if options.gpu else []
+    recorded, spawn = read(folder), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1 if options.gpu else options.jobs, mp_context=spawn) as pool:
+        waiting = {pool.submit(measure, name, *given): name for name in chosen}
+        for done in as_completed(waiting):
+            entry, error, found = waiting[done], done.exception(), list[tuple[str, Any, Any]]()
+            if error is not None:
+                found = [("(all)", "", f"{type(error).__name__}: {error}")]
+            elif options.command == "record":
+                write(folder, entry, done.result())
+                print(f"{entry}: {time.monotonic() - started:.0f} s", flush=True)
+            else:
+                kind = "gpu" if options.gpu else entry.split("/")[1]
+                tolerance = TOLERANCES.get(kind, TOLERANCE)
+                found = list(differences(recorded.get(entry, {}), done.result(), tolerance))
+            for field, *both in found:
+                told = [json.dumps(value)[:300] for value in both]
+                print(entry, field, *told, sep="\t", flush=True)
+            bad += len(found)
     took = time.monotonic() - started
     print(f"{len(chosen)} entries, {bad} differences, {took:.0f} s", file=sys.stderr)
     return int(bad > 0)
-
-
-def _measured(
-    measure: Callable[..., Any], names: list[str], options: argparse.Namespace
-) -> Iterator[tuple[str, Any]]:
-    """Yield each entry and what it measures, in the order in which they end."""
-    if options.gpu:
-        yield from ((name, _result(partial(measure, name, options.device))) for name in names)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
-        waiting = {pool.submit(measure, name): name for name in names}
-        for done in as_completed(waiting):
-            yield waiting[done], _result(done.result)
-
-
-def _result(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - the other entries are measured all the same
-        return error
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("command", choices=["record", "check", "fixtures"])
-    parser.add_argument("--only", nargs="+", help="entries, model types or codecs")
-    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
-    parser.add_argument("--gpu", action="store_true", help="the entries of a GPU")
-    parser.add_argument("--device", default="cuda", help="of --gpu")
-    parser.add_argument("--out", type=Path, help="folder of the data, or of the fixtures")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""The entries of the corpus that a CPU measures: model types x codecs, and a table of refusals.
+"""The entries of the corpus: model types x codecs, a table of refusals, and those of a GPU.
 
 Weights, factors of LoRA and the tensors that gradients are multiplied with lie on a grid of powers
 of two and are drawn by name from integers, so that packed bytes are the same on every machine and
 what passes through a matrix product differs by rounding alone.
 """
 
-from __future__ import annotations
-
-import contextlib
 import hashlib
 import io
 import json
@@ -18,8 +15,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
@@ -27,10 +26,11 @@ from bitsandbytes.backends.utils import _get_4bit_code
 from peft import IA3Config, LoraConfig, PeftModel, VeraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
 import moe_qlora
+from moe_qlora.cli import main
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 TYPES = (
@@ -61,6 +61,16 @@ for _number, _kind in enumerate(TYPES):
     _others = ["double", "fp4", "int8"]
     _chosen = _others if _kind in EVERY_CODEC else [_others[_number % 3]]
     ENTRIES += [f"{_kind}/{_codec}" for _codec in _chosen]
+
+GPU_ENTRIES = (
+    *("qwen3_moe/nf4/eager", "qwen3_moe/nf4/recorded", "qwen3_moe/double/recorded"),
+    *("gpt_oss/nf4/recorded", "gpt_oss/mxfp4/recorded", "mixtral/fp4/recorded"),
+    *("olmoe/int8/recorded", "deepseek_v3/nf4/recorded", "llama4_text/nf4/recorded"),
+    *("qwen3_moe/nf4/compiled", "qwen3_moe/nf4/offloaded", "gpt_oss/mxfp4/offloaded recorded"),
+    *("qwen3_moe/nf4/part", "glm4_moe/double/part"),
+)
+BATCH, SEQ, STEPS = 4, 32, 3
+KEPT_SEQ = 1024  # Of layers kept in part: activations that are more than CUDA's own memory varies
 
 
 def quantization(
@@ -115,7 +125,8 @@ def put_on_grid(model: nn.Module) -> None:
 def fill_adapter(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if ".lora_" in name:
-            weight.copy_(grid(name, weight.shape, bits=13 if "lora_A" in name else 15))
+            values = grid(name, weight.shape, bits=13 if "lora_A" in name else 15)
+            weight.copy_(values)
 
 
 def sha(value: Any) -> str:
@@ -129,21 +140,21 @@ def sha(value: Any) -> str:
     return hashlib.sha256(raw).hexdigest()[:16]
 
 
+def rounded(value: Tensor) -> float:
+    return float(f"{float(value):.6g}")
+
+
 def fingerprint(name: str, value: Tensor | None) -> Any:
     """Return a tensor's norm and its product with signs that are drawn by its name."""
     if value is None:
         return "none"
     flat = value.detach().cpu().double().flatten()
     signs = torch.randint(0, 2, flat.shape, generator=_generator(name)).double() * 2 - 1
-    return [float(f"{float(number):.6g}") for number in (flat.norm(), flat @ signs)]
+    return [rounded(flat.norm()), rounded(flat @ signs)]
 
 
-def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    return {name: fingerprint(name, value) for name, value in sorted(tensors.items())}
-
-
-def exact_or_fingerprints(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Any:
-    """Return hashes of the tensors that are the source's own, and fingerprints of the others."""
+def fingerprints(tensors: Mapping[str, Any], source: Mapping[str, Tensor] = {}) -> dict[str, Any]:
+    """Return fingerprints of tensors, and hashes of those that are the source's own."""
     found: dict[str, Any] = {}
     for name, value in sorted(tensors.items()):
         own = source.get(name)
@@ -186,11 +197,13 @@ def quietly() -> None:
     disable_progress_bar()
 
 
-def write_base(model_type: str, folder: Path, **overrides: Any) -> Any:
-    """Write a 16-bit folder (float32 here); return the class that loads it."""
-    model: Any = tiny_model(model_type, **overrides)
+def write_base(model_type: str, folder: Path, codec: str = "", **overrides: Any) -> Any:
+    """Write a 16-bit folder (float32 here), or of MXFP4; return the class that loads it."""
+    model: Any = tiny_model(model_type, **overrides | (WIDE if codec == "mxfp4" else {}))
     put_on_grid(model)
     model.save_pretrained(folder)
+    if codec == "mxfp4":
+        publish_mxfp4(folder)
     return type(model)
 
 
@@ -228,6 +241,7 @@ def settle(model: Any) -> Any:
     return model
 
 
+@torch.no_grad()
 def output(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """Return the logits, or the last hidden states of a model that has none."""
     torch.manual_seed(0)  # some models draw what they begin with
@@ -274,20 +288,16 @@ def measure(entry: str) -> dict[str, Any]:
     quietly()
     _kernel = generic_kernel()
     torch.set_num_threads(1)
-    kind, codec = entry.split("/")
     with tempfile.TemporaryDirectory() as scratch:
-        if kind == "refusals":
-            return refusals(Path(scratch))
-        return _measure(kind, codec, Path(scratch))
+        measured = refusals if entry.startswith("refusals") else _measure
+        return measured(Path(scratch), *entry.split("/"))
 
 
-def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
+def _measure(root: Path, kind: str, codec: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     base, config = root / "base", quantization(codec, kind=kind)
     mxfp4 = codec == "mxfp4"
-    cls = write_base(kind, base, **(WIDE if mxfp4 else {}))
-    if mxfp4:
-        publish_mxfp4(base)
+    cls = write_base(kind, base, codec)
     if codec == "nf4":
         found["dump"] = _dump(base)
         if kind in PLANNED:
@@ -306,18 +316,16 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     found["packed"] = state_hashes(model.state_dict())
     if not mxfp4:
         attempt(found, "built and packed alike", lambda: _built_alike(cls, base, config, model))
-    with torch.no_grad():
-        logits = output(model, inputs)
+    logits = output(model, inputs)
     found["logits"] = {"packed": fingerprint("logits", logits)}
     attempt(found, "folder", lambda: _folder(model, root / "packed"))
     again = load(root / "packed")
-    with torch.no_grad():
-        found["reload"] = {"logits equal": torch.equal(output(again, inputs), logits)}
-    attempt(
-        found,
-        "quantize_checkpoint alike",
-        lambda: _checkpoint_alike(base, root, config) if not mxfp4 else "not for kept codes",
-    )
+    found["reload"] = {"logits equal": torch.equal(output(again, inputs), logits)}
+    alike = "quantize_checkpoint alike"
+    if mxfp4:
+        found[alike] = "not for kept codes"
+    else:
+        attempt(found, alike, lambda: _checkpoint_alike(base, root, config))
     made: dict[str, Any] = {}
     if not attempt(made, "model", lambda: moe_qlora.get_peft_model(model, lora(model))):
         found["lora"] = made["model"]
@@ -327,31 +335,28 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
     fill_adapter(settle(model))
     logits, loss = step(model, inputs)
     found["logits"]["lora"] = fingerprint("logits", logits)
-    found["loss"] = float(f"{float(loss.detach()):.6g}")
+    found["loss"] = rounded(loss)
     weights = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     found["gradients"] = fingerprints(weights)
     if attempt(found, "adapter", lambda: _adapter(model, root / "adapter")):
-        with torch.no_grad():
-            ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
-        equal = {"load_adapter": close(ours, logits.detach(), 1e-5)}
-        found["reload"]["adapter equal"] = equal
+        ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
+        found["reload"]["adapter equal"] = {"load_adapter": close(ours, logits.detach(), 1e-5)}
     kept = read_tensors(root / "base")
-    settings = {} if codec == "mxfp4" else {"quantization_config": config}
 
     def merge(base: str, out: str, **options: Any) -> dict[str, Tensor]:
         moe_qlora.merge_adapter(root / base, root / "adapter", root / out, **options)
         return read_tensors(root / out)
 
-    attempt(found, "merged packed", lambda: exact_or_fingerprints(merge("packed", "flat"), kept))
+    attempt(found, "merged packed", lambda: fingerprints(merge("packed", "flat"), kept))
     if codec not in ("nf4", "mxfp4"):
         return found
-    if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
-        with torch.no_grad():
-            plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
-            found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
+    if attempt(found, "merged", lambda: fingerprints(merge("base", "merged"), kept)):
+        plain = settle(cls.from_pretrained(root / "merged", dtype=torch.float32))
+        found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
     flat = read_tensors(root / "flat")
 
     def as_trained() -> bool:
+        settings = {} if mxfp4 else {"quantization_config": config}
         trained = merge("base", "trained", like_training=True, **settings)
         keys = trained.keys() == flat.keys()
         return keys and all(close(trained[name].float(), flat[name].float()) for name in flat)
@@ -388,35 +393,28 @@ def _adapter(model: Any, folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     fields = ("peft_type", "r", "lora_alpha", "target_parameters", "exclude_modules")
-    kept = {name: config[name] for name in fields}
-    modules = config["target_modules"]
+    kept, modules = {name: config[name] for name in fields}, config["target_modules"]
     kept["target_modules"] = sorted(modules) if isinstance(modules, list) else modules
-    return {
-        "files": sorted(file.name for file in folder.iterdir()),
-        "config": sha(kept),
-        "tensors": {key: sha(value) for key, value in sorted(read_tensors(folder).items())},
-    }
+    files = sorted(file.name for file in folder.iterdir())
+    tensors = {key: sha(value) for key, value in sorted(read_tensors(folder).items())}
+    return {"files": files, "config": sha(kept), "tensors": tensors}
 
 
-def run_cli(*arguments: str) -> tuple[int, str]:
+def run_cli(*arguments: object) -> tuple[int, str]:
     """Run the command line in this process; return its exit code and what it printed."""
-    from moe_qlora.cli import main
-
-    printed, argv, code = io.StringIO(), sys.argv, 0
-    sys.argv = ["moe-qlora", *arguments]
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+    printed, code = io.StringIO(), 0
+    argv = patch.object(sys, "argv", ["moe-qlora", *map(str, arguments)])
+    with argv, redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        try:
             main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    finally:
-        sys.argv = argv
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return code, printed.getvalue()
 
 
 def _dump(folder: Path) -> dict[str, Any]:
     """Return `dump --json` but for its sentences."""
-    code, text = run_cli("dump", str(folder), "--json")
+    code, text = run_cli("dump", folder, "--json")
     told = json.loads(text)
     rows = {row.pop("pattern"): row for row in told["experts"]}
     for row in rows.values():
@@ -429,14 +427,14 @@ def _dump(folder: Path) -> dict[str, Any]:
 
 def _plan(folder: Path) -> dict[str, Any]:
     arguments = ("--gpus", "24GiB", "--seq", "64", "--targets", "attention,experts", "--rank", "4")
-    code, text = run_cli("plan", str(folder), "--json", *arguments)
+    code, text = run_cli("plan", folder, "--json", *arguments)
     told = json.loads(text)
     names = ("trained_weights", "unpacked", "resident", "load_peak", "fit", "fits")
     peak = {"nbytes": told["peak"]["nbytes"], "largest": told["peak"]["largest"]}
     return {"exit code": code, "peak": peak, **{name: told[name] for name in names}}
 
 
-def refusals(root: Path) -> dict[str, str]:
+def refusals(root: Path, *_: str) -> dict[str, str]:
     """Return the class of the error that refuses each call."""
     base, nf4 = root / "base", quantization("nf4")
     cls = write_base("qwen3_moe", base)
@@ -453,12 +451,9 @@ def refusals(root: Path) -> dict[str, str]:
     model = moe_qlora.get_peft_model(fresh(), lora(packed))
     model.save_pretrained(root / "adapter")
     llama = fresh("llama4_text")
-    hosted = fresh()
-    moe_qlora.offload_experts(hosted)
+    moe_qlora.offload_experts(hosted := fresh())
     nan: Any = tiny_model("qwen3_moe")
-    name = moe_qlora.detect(nan).experts[0].name
-    with torch.no_grad():
-        nan.get_parameter(name)[0, 0, 0] = float("nan")
+    nan.get_parameter(moe_qlora.detect(nan).experts[0].name).data[0, 0, 0] = float("nan")
     (root / "full").mkdir()
     (root / "full" / "file").write_text("x")
     damaged, other = shutil.copytree(root / "packed", root / "damaged"), root / "other"
@@ -471,42 +466,44 @@ def refusals(root: Path) -> dict[str, str]:
             return cls.from_pretrained(folder, quantization_config=config)
 
     def adapt(target: Any, **settings: Any) -> Any:
-        return moe_qlora.get_peft_model(target, lora(target, **settings))
+        return m.get_peft_model(target, lora(target, **settings))
 
     def cli(*arguments: object) -> None:
-        code, _ = run_cli(*map(str, arguments))
-        raise SystemExit(code)
+        raise SystemExit(run_cli(*arguments)[0])
 
     def fit(target: Any, **sizes: Any) -> Any:
-        return moe_qlora.fit_memory(target, **{"batch_size": 2, "seq_len": 8} | sizes)
+        return m.fit_memory(target, **{"batch_size": 2, "seq_len": 8} | sizes)
 
-    def merge(base: Path, adapter: Path, out: str, **options: Any) -> Any:
-        return moe_qlora.merge_adapter(base, adapter, root / out, **options)
+    def merge(base: Path, adapter: Path, out: str = "out", **options: Any) -> Any:
+        return m.merge_adapter(base, adapter, root / out, **options)
 
     def export(target: str, out: str = "export") -> Any:
-        return moe_qlora.export_adapter(root / "adapter", root / out, base=base, target=target)
+        return m.export_adapter(root / "adapter", root / out, base=base, target=target)
 
     m: Any = moe_qlora
-    adapter, new, none = root / "adapter", root / "new", root / "nowhere"
+    q, write, plan, get = m.quantize_experts, m.quantize_checkpoint, m.plan, m.get_peft_model
+    adapter, new, none, full = root / "adapter", root / "new", root / "nowhere", root / "full"
     int4, int8 = {**NF4, "bnb_4bit_quant_type": "int4"}, quantization("int8")
     bad_pattern = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["re:("])
     meta = tiny_model("qwen3_moe", device="meta")
     vera = VeraConfig(target_modules=["experts"])
     ia3 = IA3Config(target_modules=["experts"], feedforward_modules=[])
-    one = LoraConfig(target_parameters=moe_qlora.target_parameters(packed)[:1])
+    owners, drop, packing = ["experts"], {"lora_dropout": 0.1}, {"quantization_config": nf4}
+    peft, save = PeftModel.from_pretrained, packed.save_pretrained
+    one = LoraConfig(target_parameters=m.target_parameters(packed)[:1])
     state: dict[str, Any] = {"state_dict": plain.state_dict()}
     small: dict[str, Any] = {"batch_size": 2, "seq_len": 8, "memory": 1000}
     calls: dict[str, Callable[[], Any]] = {
-        "quantize_experts: no config": lambda: m.quantize_experts(plain),
-        "quantize_experts: a number for a config": lambda: m.quantize_experts(plain, 4),
-        "quantize_experts: the class": lambda: m.quantize_experts(plain, BitsAndBytesConfig),
-        "quantize_experts: int4": lambda: m.quantize_experts(plain, int4),
-        "quantize_experts: bad pattern": lambda: m.quantize_experts(plain, bad_pattern),
-        "quantize_experts: no experts": lambda: m.quantize_experts(dense, nf4),
-        "quantize_experts: no model": lambda: m.quantize_experts("qwen3_moe", nf4),
-        "quantize_experts: NaN": lambda: m.quantize_experts(nan, nf4),
-        "quantize_experts: packed as nf4, asked for int8": lambda: m.quantize_experts(packed, int8),
-        "quantize_experts: on meta": lambda: m.quantize_experts(meta, nf4),
+        "quantize_experts: no config": lambda: q(plain),
+        "quantize_experts: a number for a config": lambda: q(plain, 4),
+        "quantize_experts: the class": lambda: q(plain, BitsAndBytesConfig),
+        "quantize_experts: int4": lambda: q(plain, int4),
+        "quantize_experts: bad pattern": lambda: q(plain, bad_pattern),
+        "quantize_experts: no experts": lambda: q(dense, nf4),
+        "quantize_experts: no model": lambda: q("qwen3_moe", nf4),
+        "quantize_experts: NaN": lambda: q(nan, nf4),
+        "quantize_experts: packed as nf4, asked for int8": lambda: q(packed, int8),
+        "quantize_experts: on meta": lambda: q(meta, nf4),
         "detect: no model": lambda: m.detect("qwen3_moe"),
         "exclude_modules: a number": lambda: m.exclude_modules(packed, 3),
         "target_parameters: a number": lambda: m.target_parameters(packed, 3),
@@ -514,37 +511,29 @@ def refusals(root: Path) -> dict[str, str]:
         "get_peft_model: DoRA": lambda: adapt(packed, use_dora=True),
         "get_peft_model: PiSSA": lambda: adapt(packed, init_lora_weights="pissa"),
         "get_peft_model: bias": lambda: adapt(packed, lora_bias=True),
-        "get_peft_model: dropout, experts that read the weight": lambda: adapt(
-            llama, lora_dropout=0.1
-        ),
-        "get_peft_model: a second time": lambda: m.get_peft_model(model, lora(packed)),
+        "get_peft_model: dropout, experts that read the weight": lambda: adapt(llama, **drop),
+        "get_peft_model: a second time": lambda: get(model, lora(packed)),
         "get_peft_model: layers without experts": lambda: adapt(packed, layers_to_transform=[9]),
-        "get_peft_model: modules_to_save of experts": lambda: adapt(
-            packed, modules_to_save=["experts"]
-        ),
-        "get_peft_model: VeRA on experts": lambda: m.get_peft_model(packed, vera),
-        "get_peft_model: IA3 on experts": lambda: m.get_peft_model(packed, ia3),
+        "get_peft_model: modules_to_save of experts": lambda: adapt(packed, modules_to_save=owners),
+        "get_peft_model: VeRA on experts": lambda: get(packed, vera),
+        "get_peft_model: IA3 on experts": lambda: get(packed, ia3),
         "add_adapter: other parameters": lambda: model.add_adapter("two", one),
         "load_adapter: no folder": lambda: m.load_adapter(packed, none),
         "load_adapter: a taken name": lambda: m.load_adapter(model, adapter),
         "load_adapter: of another model": lambda: m.load_adapter(fresh("mixtral"), adapter),
-        "PeftModel.from_pretrained: no folder": lambda: PeftModel.from_pretrained(
-            packed, str(none)
-        ),
+        "PeftModel.from_pretrained: no folder": lambda: peft(packed, str(none)),
         "merge_adapter (PEFT): experts in host memory": lambda: adapt(hosted).merge_adapter(),
-        "merge_adapter: no base": lambda: merge(none, adapter, "out"),
-        "merge_adapter: no adapter": lambda: merge(base, none, "out"),
-        "merge_adapter: swapped": lambda: merge(adapter, base, "out"),
+        "merge_adapter: no base": lambda: merge(none, adapter),
+        "merge_adapter: no adapter": lambda: merge(base, none),
+        "merge_adapter: swapped": lambda: merge(adapter, base),
         "merge_adapter: out is full": lambda: merge(base, adapter, "full"),
-        "merge_adapter: dtype int8": lambda: merge(base, adapter, "out", dtype=torch.int8),
-        "merge_adapter: base of another type": lambda: merge(other, adapter, "out", any_base=True),
-        "merge_adapter: config without like_training": lambda: merge(
-            base, adapter, "out", quantization_config=nf4
-        ),
-        "quantize_checkpoint: no folder": lambda: m.quantize_checkpoint(root / "x", new, nf4),
-        "quantize_checkpoint: packed": lambda: m.quantize_checkpoint(root / "packed", new, nf4),
-        "quantize_checkpoint: full": lambda: m.quantize_checkpoint(base, root / "full", nf4),
-        "quantize_checkpoint: a number": lambda: m.quantize_checkpoint(base, new, 4),
+        "merge_adapter: dtype int8": lambda: merge(base, adapter, dtype=torch.int8),
+        "merge_adapter: base of another type": lambda: merge(other, adapter, any_base=True),
+        "merge_adapter: config without like_training": lambda: merge(base, adapter, **packing),
+        "quantize_checkpoint: no folder": lambda: write(root / "x", new, nf4),
+        "quantize_checkpoint: packed": lambda: write(root / "packed", new, nf4),
+        "quantize_checkpoint: full": lambda: write(base, full, nf4),
+        "quantize_checkpoint: a number": lambda: write(base, new, 4),
         "from_pretrained: damaged packed folder": lambda: load(damaged),
         "from_pretrained: packed, other codec": lambda: load(root / "packed", int8),
         "enabled: keep_codes without codes": lambda: load(base, nf4, keep_codes=True),
@@ -557,15 +546,13 @@ def refusals(root: Path) -> dict[str, str]:
         "fit_memory: no text": lambda: fit(model, memory="much"),
         "fit_memory: batch of 0": lambda: fit(model, memory="1GiB", batch_size=0),
         "prepare_training: too little": lambda: m.prepare_training(model, **small),
-        "plan: no such model": lambda: m.plan(str(none)),
-        "plan: an unknown card": lambda: m.plan(str(base), nf4, gpus="1xMoon"),
-        "plan: batch of 0": lambda: m.plan(str(base), nf4, batch_size=0),
-        "plan: an unknown target": lambda: m.plan(str(base), nf4, lora="moon"),
+        "plan: no such model": lambda: plan(str(none)),
+        "plan: an unknown card": lambda: plan(str(base), nf4, gpus="1xMoon"),
+        "plan: batch of 0": lambda: plan(str(base), nf4, batch_size=0),
+        "plan: an unknown target": lambda: plan(str(base), nf4, lora="moon"),
         "export_adapter: an unknown server": lambda: export("moon"),
         "export_adapter: full folder": lambda: export("vllm", "full"),
-        "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(
-            root / "state", **state
-        ),
+        "save_pretrained of packed weights in a state dict": lambda: save(new, **state),
         "cli dump: no such model": lambda: cli("dump", none),
         "cli dump: two formats": lambda: cli("dump", base, "--json", "--yaml"),
         "cli plan: does not fit": lambda: cli("plan", base, "--gpus", "1MiB", "--seq", "8"),
@@ -585,3 +572,64 @@ def _class_of_error(call: Callable[[], Any]) -> str:
         ours = "" if isinstance(error, moe_qlora.MoeQloraError) else " (not of this package)"
         return f"{type(error).__name__}{ours}"
     return "not refused"
+
+
+def measure_gpu(entry: str, device: str) -> dict[str, Any]:
+    """Return the losses of three steps, bfloat16 on CUDA, and the gradients of the last.
+
+    A CUDA graph replays the last step by then.
+    """
+    quietly()
+    kind, codec, way = entry.split("/")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    place: dict[str, Any] = {"device_map": {"": device}, "dtype": dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        write_base(kind, Path(folder), codec)
+        config = quantization(codec, dtype)
+        with moe_qlora.enabled(keep_codes=codec == "mxfp4"):
+            load = AutoModelForCausalLM.from_pretrained
+            model: Any = load(folder, quantization_config=config, **place)
+    found: dict[str, Any] = {"packed": state_hashes(model.state_dict())}
+    model = moe_qlora.get_peft_model(model, lora(model))
+    fill_adapter(model)
+    model.train()
+    seq = KEPT_SEQ if way == "part" else SEQ
+    sizes: dict[str, Any] = {"batch_size": BATCH, "seq_len": seq}
+    with ExitStack() as stack:
+        if "offloaded" in way:
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+            found["host_nbytes"] = off.host_nbytes
+        if "recorded" in way:
+            sizes |= {} if device == "cuda" else {"memory": "8GiB"}
+            prepared = stack.enter_context(moe_qlora.prepare_training(model, **sizes))
+            found["prepared"] = sorted({line.split(":")[0] for line in str(prepared).splitlines()})
+        for module in model.modules() if way == "compiled" else ():
+            if type(module).__name__.endswith("DecoderLayer"):
+                module.compile()
+        if way == "part":
+            stack.enter_context(_kept_in_part(model, sizes))
+        trained = {n: weight for n, weight in model.named_parameters() if weight.requires_grad}
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
+        ids = torch.randint(5, 100, (BATCH, seq), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(device)
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            found[f"loss {number}"] = rounded(loss.detach())
+            found["gradients"] = fingerprints({n: w.grad for n, w in trained.items()})
+            optimizer.step()
+    return found
+
+
+def _kept_in_part(model: Any, sizes: dict[str, Any]) -> Any:
+    """Return the fit of the most memory, of a few, that does not hold all activations."""
+    for _ in range(2):  # The first also finds what CUDA's libraries take at their first call
+        whole = moe_qlora.fit_memory(model, **sizes, memory="8GiB")
+        whole.remove()
+    for part in range(990, 600, -5):
+        fit = moe_qlora.fit_memory(model, **sizes, memory=whole.peak * part // 1000)
+        if any(layer.activations != "keep" for layer in fit.layers):
+            return fit
+        fit.remove()
+    raise AssertionError("no memory is too small to keep everything")

@@ -1,7 +1,5 @@
 """Folders of the format of the day, and what they must give when a later package reads them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -22,7 +20,7 @@ PACKED = {
     # folder: type, codec, sizes
     "packed": ("qwen3_moe", "double", {"hidden_size": 32, "moe_intermediate_size": 24}),
     "packed-int8": ("mixtral", "int8", {"hidden_size": 32, "intermediate_size": 24}),
-    "packed-mxfp4": ("gpt_oss", "mxfp4", on_cpu.WIDE | {"num_hidden_layers": 1}),
+    "packed-mxfp4": ("gpt_oss", "mxfp4", {"num_hidden_layers": 1}),
 }
 SERVERS = ("vllm", "sglang")
 LAST = 4  # steps of training, of which the checkpoint has two
@@ -36,9 +34,7 @@ def write_fixtures(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(folder):
         for name, (kind, codec, sizes) in PACKED.items():
             base = Path(scratch) / name
-            on_cpu.write_base(kind, base, **sizes)
-            if codec == "mxfp4":
-                on_cpu.publish_mxfp4(base)
+            on_cpu.write_base(kind, base, codec, **sizes)
             model = _load(name, base, quantization_config=on_cpu.quantization(codec))
             model.save_pretrained(name)
         model = _load("packed", "packed")  # names of folders in the files are relative ones
@@ -67,15 +63,15 @@ def read_fixtures(folder: Path) -> dict[str, Any]:
         found["adapter: logits"] = _logits(model)
         model = PeftModel.from_pretrained(_load("packed", folder / "packed"), folder / "adapter")
         found["adapter by PEFT: logits"] = _logits(model)
-        merged = Path(scratch) / "merged"
-        moe_qlora.merge_adapter(folder / "packed", folder / "adapter", merged)
+        merged, packed = Path(scratch) / "merged", folder / "packed"
+        moe_qlora.merge_adapter(packed, folder / "adapter", merged)
         found["merged"] = on_cpu.fingerprints(on_cpu.read_tensors(merged))
         for server in SERVERS:
-            out = Path(scratch) / server
-            moe_qlora.export_adapter(folder / "adapter", out, base=folder / "packed", target=server)
-            found[f"export for {server}"] = on_cpu.fingerprints(on_cpu.read_tensors(out))
-            there = on_cpu.read_tensors(folder / f"export-{server}")
-            found[f"export for {server} as written"] = on_cpu.fingerprints(there)
+            out, there = Path(scratch) / server, folder / f"export-{server}"
+            moe_qlora.export_adapter(folder / "adapter", out, base=packed, target=server)
+            for name, where in (("", out), (" as written", there)):
+                tensors = on_cpu.read_tensors(where)
+                found[f"export for {server}{name}"] = on_cpu.fingerprints(tensors)
         model = _load("packed", folder / "packed")
         model = moe_qlora.get_peft_model(model, on_cpu.lora(model))
         shutil.copytree(folder / "checkpoint", Path(scratch) / "run" / "checkpoint-2")
@@ -95,10 +91,8 @@ def _load(name: str, folder: str | Path, **options: Any) -> Any:
     return on_cpu.settle(model)
 
 
-@torch.no_grad()
 def _logits(model: Any) -> Any:
-    inputs = tiny_inputs(model)
-    return on_cpu.fingerprint("logits", on_cpu.output(on_cpu.settle(model), inputs))
+    return on_cpu.fingerprint("logits", on_cpu.output(on_cpu.settle(model), tiny_inputs(model)))
 
 
 def _train(model: Any, out: str | Path, resume: bool = False) -> Trainer:
@@ -106,13 +100,13 @@ def _train(model: Any, out: str | Path, resume: bool = False) -> Trainer:
     rows = [
         {"input_ids": ids, "labels": ids} for ids in torch.randint(5, 100, (8, 12), generator=lots)
     ]
-    settings = {"report_to": [], "disable_tqdm": True, "optim": "adamw_torch", "use_cpu": True}
-    every: Any = {"max_steps": LAST, "save_steps": 2, "logging_steps": 1, **settings}
-    batch: Any = {"per_device_train_batch_size": 2}
-    arguments = TrainingArguments(str(out), learning_rate=1e-2, seed=0, **batch, **every)
+    arguments = TrainingArguments(
+        str(out), learning_rate=1e-2, seed=0, per_device_train_batch_size=2, max_steps=LAST,
+        save_steps=2, logging_steps=1, report_to=[], disable_tqdm=True, optim="adamw_torch",
+        use_cpu=True,
+    )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
-    at: Any = str(Path(out) / "checkpoint-2") if resume else None
-    trainer.train(resume_from_checkpoint=at)
+    trainer.train(resume_from_checkpoint=str(Path(out) / "checkpoint-2") if resume else None)
     return trainer

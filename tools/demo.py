@@ -1,17 +1,11 @@
 """The main job from end to end, on the CPU and offline, in less than a minute on two free cores.
 
-    bash tools/demo                     trains a small Mixture-of-Experts model, then does the job
-    bash tools/demo --model FOLDER      does the job on a model of yours
-
 1. A Qwen3-MoE language model is trained from scratch on the sources of Python's own standard
-   library, and saved as a 16-bit checkpoint. This stands in for a model that one would download.
+   library, and saved as a 16-bit checkpoint.
 2. The checkpoint is loaded with a `BitsAndBytesConfig`, its experts are found and packed, LoRA goes
-   on attention and experts, and that is trained on different text: the reference manual in English
-   that `help()` shows.
+   on attention and experts, and that is trained on the reference manual that `help()` shows.
 3. A table says what each step did to bytes and loss; loss.png draws both.
 """
-
-from __future__ import annotations
 
 import argparse
 import logging
@@ -25,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
@@ -35,9 +30,15 @@ if __name__ == "__main__":
 
 import torch
 import transformers
+from bitsandbytes.nn import Linear4bit
+from matplotlib.figure import Figure
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.layout import human_bytes
 
 SEED = 0
 
@@ -56,46 +57,37 @@ BATCH, LENGTH = 8, 64  # rows of a step, tokens of a row
 QUICK = Scale(hidden=64, experts=8, pretrain_steps=80, steps=25, characters=300_000)
 
 
-class State(NamedTuple):
-    """Bytes of the expert weights and of LoRA's; the loss on held-out text."""
-
-    name: str
-    experts: int
-    adapter: int
-    loss: float
-
-
 @dataclass
 class Run:
-    """Points of the job, and each training's losses by step."""
+    """Points of the job, and each training's losses by step.
 
-    states: list[State] = field(default_factory=list)
+    A point: bytes of the expert weights, bytes of LoRA's, and the loss on held-out text.
+    """
+
+    states: dict[str, tuple[int, int, float]] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)
 
 
 def say(text: str) -> None:
     """Print text, indented, in lines of at most 80 columns."""
-    lines = textwrap.wrap(text, 80, initial_indent="   ", subsequent_indent="   ")
-    print("\n".join(lines), flush=True)
+    print(textwrap.fill(text, 80, initial_indent="   ", subsequent_indent="   "), flush=True)
 
 
 def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     """Train a small Qwen3-MoE model on Python code and save it, with its tokenizer, to `folder`."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     text = library_sources(scale.characters)
     tokenizer = train_tokenizer(text + manual())
     tokens = encode(tokenizer, text)
     # The default initializer_range, 0.02, is for wide layers: after 200 steps of these narrow ones
     # the loss was 4.1 with it, and 3.7 with this.
-    config = Qwen3MoeConfig(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=scale.hidden, intermediate_size=2 * scale.hidden,
         moe_intermediate_size=scale.hidden, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=scale.hidden // 4,
         num_experts=scale.experts, num_experts_per_tok=2, norm_topk_prob=True,
         tie_word_embeddings=True, output_router_logits=True, initializer_range=0.06,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
+    model = transformers.Qwen3MoeForCausalLM(config)
     say("1. A model to start from")
     weights = sum(p.numel() for p in model.parameters())
     say(f"{weights:,} weights, {len(tokens):,} tokens of the standard library's sources")
@@ -105,16 +97,13 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
-    """Load, find, pack, adapt and train; `own` is for the demo's own, small model."""
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
+def fine_tune(folder: Path, scale: Scale, out: Path, run: Run) -> None:
+    """Load, find, pack, adapt and train."""
     cuda = torch.cuda.is_available()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = encode(tokenizer, manual())
     held_out, tokens = tokens[: len(tokens) // 10], tokens[len(tokens) // 10 :]
-    say(f"{2 if own else 1}. The main job: LoRA on {len(tokens):,} tokens of Python's manual")
+    say(f"2. The main job: LoRA on {len(tokens):,} tokens of Python's manual")
 
     bnb_config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -125,18 +114,12 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     layout = moe_qlora.detect(model)
     say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
     say(layout.experts[0].evidence)
-    loss = evaluate(model, held_out)
-    run.states.append(State("load_in_4bit, stock", layout.nbytes, 0, loss))
-
+    run.states["load_in_4bit, stock"] = layout.nbytes, 0, evaluate(model, held_out)
     report = moe_qlora.quantize_experts(model)
     say(f"quantize_experts: {report}")
-    loss = evaluate(model, held_out)
     packed = report.bytes_after
-    run.states.append(State("experts packed", packed, 0, loss))
+    run.states["experts packed"] = packed, 0, evaluate(model, held_out)
 
-    if not own:  # by its name from transformers 5.24 on, and before
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     lora_config = LoraConfig(
         r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM",
         target_parameters=moe_qlora.target_parameters(model),
@@ -145,10 +128,9 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     trainable, total = peft_model.get_nb_trainable_parameters()
     say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
     title = "LoRA on packed weights, on English"
-    run.curves[title] = train(peft_model, tokens, scale.steps, 1e-2 if own else 5e-3)
-    loss = evaluate(peft_model, held_out)
+    run.curves[title] = train(peft_model, tokens, scale.steps, 1e-2)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
-    run.states.append(State("LoRA trained", packed, adapter, loss))
+    run.states["LoRA trained"] = packed, adapter, evaluate(peft_model, held_out)
     peft_model.save_pretrained(out / "adapter")
 
 
@@ -180,8 +162,6 @@ def train(model: Any, tokens: Tensor, steps: int, rate: float) -> list[float]:
 @torch.no_grad()
 def evaluate(model: Any, tokens: Tensor) -> float:
     """Mean loss on the same random slices each time."""
-    from bitsandbytes.nn import Linear4bit
-
     model.eval()
     for module in model.modules():
         # Before experts are packed: on some CPUs, bitsandbytes 0.50 turns the codes of its Linear
@@ -196,9 +176,8 @@ def evaluate(model: Any, tokens: Tensor) -> float:
 
 def library_sources(limit: int) -> str:
     """Sources of the standard library's own modules, at most `limit` characters."""
-    root = Path(sysconfig.get_path("stdlib"))
+    root, text = Path(sysconfig.get_path("stdlib")), ""
     skipped = {"test", "tests", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-    text = ""
     for file in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
         if file.parent.name not in skipped and len(text) < limit:
             text += file.read_text(encoding="utf-8", errors="replace")
@@ -207,16 +186,11 @@ def library_sources(limit: int) -> str:
 
 def manual() -> str:
     """The reference manual that `help()` shows."""
-    from pydoc_data.topics import topics
-
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def train_tokenizer(text: str) -> Any:
     """Return a tokenizer of 1,024 pieces of words, learned from the ends of `text`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -225,14 +199,13 @@ def train_tokenizer(text: str) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     tokenizer.train_from_iterator([text[:300_000], text[-300_000:]], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    make = transformers.PreTrainedTokenizerFast
+    return make(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """All tokens of `text`, (N,) int64."""
-    pieces = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
-    ids = [token for piece in tokenizer(pieces)["input_ids"] for token in piece]
-    return torch.tensor(ids)
+    return torch.tensor(tokenizer(text)["input_ids"])
 
 
 def batches(tokens: Tensor, count: int, seed: int) -> Iterator[Tensor]:
@@ -246,8 +219,16 @@ def batches(tokens: Tensor, count: int, seed: int) -> Iterator[Tensor]:
 def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
     started = time.perf_counter()
-    options = _options()
-    if options.model is None and "OMP_NUM_THREADS" not in os.environ:
+    parser = argparse.ArgumentParser(
+        prog="tools/demo", description="Pack a Mixture-of-Experts model and train LoRA on it."
+    )
+    parser.add_argument("--steps", type=int, help="steps of the LoRA training")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where results go")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
+    options = parser.parse_args()
+    if options.steps is not None and options.steps < 10:
+        parser.error("--steps must be at least 10, or there is no trend to see")
+    if "OMP_NUM_THREADS" not in os.environ:
         # So small a model's threads would do little but wait for each other.
         torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -257,14 +238,10 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     scale = QUICK if options.quick else Scale()
     scale = scale._replace(steps=options.steps or scale.steps)
-    run, folder = Run(), options.model
+    run, folder = Run(), options.out / "model"
     torch.manual_seed(SEED)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if folder is None:
-        folder = options.out / "model"
-        pretrain(folder, scale, run)
-    fine_tune(folder, scale, options.out, run, own=options.model is None)
-    print(table(run))
+    pretrain(folder, scale, run)
+    fine_tune(folder, scale, options.out, run)
     draw(run, options.out / "loss.png")
     conclude(run)
     seconds = time.perf_counter() - started
@@ -272,38 +249,8 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="tools/demo", description="Pack a Mixture-of-Experts model and train LoRA on it."
-    )
-    parser.add_argument("--model", metavar="FOLDER", help="a model of yours, instead of a new one")
-    parser.add_argument("--steps", type=int, help="steps of the LoRA training")
-    parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where results go")
-    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
-    options = parser.parse_args()
-    if options.steps is not None and options.steps < 10:
-        parser.error("--steps must be at least 10, or there is no trend to see")
-    if options.model is not None and not (Path(options.model) / "config.json").is_file():
-        parser.error(f"--model {options.model} holds no config.json; name a checkpoint folder")
-    return options
-
-
-def table(run: Run) -> str:
-    """The bytes and the loss of each state."""
-    from moe_qlora.layout import human_bytes
-
-    rows = [("", "experts", "LoRA", "loss")]
-    for name, *sizes, loss in run.states:
-        experts, lora = (human_bytes(size) if size else "-" for size in sizes)
-        rows.append((name, experts, lora, f"{loss:.3f}"))
-    lines = (f"   {name:20s}" + "".join(f"{cell:>11s}" for cell in cells) for name, *cells in rows)
-    return "Bytes of weights, and loss on held-out text\n" + "\n".join(lines)
-
-
 def draw(run: Run, file: Path) -> None:
     """Draw the losses of each training."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(5.2 * len(run.curves), 3.9), layout="constrained")
     axes = figure.subplots(1, len(run.curves), squeeze=False)[0]
     for axis, (title, losses) in zip(axes, run.curves.items(), strict=True):
@@ -314,15 +261,19 @@ def draw(run: Run, file: Path) -> None:
 
 
 def conclude(run: Run) -> None:
-    """Hold the results against what they must be."""
-    stock, packed, tuned = run.states
-    losses = f"{packed.loss:.3f} to {tuned.loss:.3f}"
-    if not tuned.loss < packed.loss - 0.05:
-        raise RuntimeError(f"The loss on held-out text did not fall: {losses}.")
-    if not packed.experts < 0.35 * stock.experts:
-        raise RuntimeError(f"{stock.experts} bytes of experts are {packed.experts} packed.")
-    less = f"{stock.experts / packed.experts:.2f} times less memory"
-    say(f"The experts take {less}, and the loss fell from {losses}.")
+    """Print the bytes and the loss of each state, and hold them against what they must be."""
+    print("Bytes of weights, and loss on held-out text")
+    print(f"{'experts':>34s}{'LoRA':>11s}{'loss':>11s}")
+    for name, (*sizes, loss) in run.states.items():
+        experts, lora = (human_bytes(size) if size else "-" for size in sizes)
+        print(f"   {name:20s}{experts:>11s}{lora:>11s}{loss:>11.3f}")
+    (stock, *_), (packed, _, before), (*_, after) = run.states.values()
+    if not after < before - 0.05:
+        raise RuntimeError(f"The loss on held-out text did not fall: {before} to {after}.")
+    if not packed < 0.35 * stock:
+        raise RuntimeError(f"{stock} bytes of experts are {packed} packed.")
+    less = f"{stock / packed:.2f} times less memory"
+    say(f"The experts take {less}, and the loss fell from {before:.3f} to {after:.3f}.")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,10 @@
 
     python tools/mutations.py --count 100 --seed 1 --out mutations.json
 
-A mutation is a sign, a comparison, an index, a swapped pair, a lost `not`, `and` for `or`, or
-another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests of
-the file's name, those of its folder, and the corpus. A command of over --limit seconds is a catch;
-one that fails without a mutation too is left out, and says so.
+Each change is made in a copy of the checkout. Then run, until one fails: the tests of the file's
+name, those of its folder, and the corpus. A command of over --limit seconds is a catch; one that
+fails without a mutation too is left out, and says so.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
@@ -19,12 +16,11 @@ import queue
 import random
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -32,14 +28,12 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build")
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+OTHERS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
-    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
 LEFT_ALONE = ("annotation", "returns", "bases", "decorator_list")
 
@@ -56,7 +50,8 @@ class Mutation(NamedTuple):
         """Return the file as the parser has it, and changed."""
         tree = ast.parse((ROOT / self.file).read_text(encoding="utf-8"))
         plain = ast.unparse(tree)
-        changes(list(nodes(tree))[self.node])[self.change][1]()
+        node = list(nodes(tree))[self.node]
+        vars(node).update(changes(node)[self.change][1])
         return plain, ast.unparse(tree)
 
 
@@ -70,42 +65,36 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
                     yield from nodes(child)
 
 
-def changes(node: Any) -> list[tuple[str, Callable[[], None]]]:
-    """Return the kind of each change of a node, and how it is made."""
-
-    def put(kind: str, **fields: Any) -> tuple[str, Callable[[], None]]:
-        return kind, lambda: vars(node).update(fields)
-
+def changes(node: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the kind of each change of a node, and the fields that it sets."""
     match node:
         case ast.UnaryOp(op=ast.USub()):
-            return [put("sign", op=ast.UAdd())]
+            return [("sign", {"op": ast.UAdd()})]
         case ast.UnaryOp(op=ast.Not()):
-            return [put("not", op=ast.Not(), operand=ast.UnaryOp(ast.Not(), node.operand))]
-        case ast.BinOp() if type(node.op) in OPERATORS and not _is_text(node.left):
+            return [("not", {"operand": ast.UnaryOp(ast.Not(), node.operand)})]
+        case ast.BinOp(left=ast.JoinedStr() | ast.Constant(value=str())):
+            return []
+        case ast.BinOp(left=left) if type(node.op) in OTHERS:
             swaps = isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv)
-            swap = [put("swap", left=node.right, right=node.left)] if swaps else []
-            return [put("sign", op=OPERATORS[type(node.op)]()), *swap]
+            swap = [("swap", {"left": node.right, "right": left})] if swaps else []
+            return [("sign", {"op": OTHERS[type(node.op)]()}), *swap]
         case ast.BoolOp():
-            return [put("and/or", op=ast.Or() if isinstance(node.op, ast.And) else ast.And())]
+            return [("and/or", {"op": OTHERS[type(node.op)]()})]
         case ast.Compare(ops=[op]):
-            return [put("comparison", ops=[COMPARISONS[type(op)]()])]
+            return [("comparison", {"ops": [OTHERS[type(op)]()]})]
         case ast.Call(args=[one, two, *rest]):
             starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
-            alike = starred or ast.unparse(one) == ast.unparse(two)
             called = ast.unparse(node.func).rpartition(".")[2]
-            plain = alike or called in ("min", "max", "minimum", "transpose")
-            return [] if plain else [put("swap", args=[two, one, *rest])]
+            alike = starred or ast.unparse(one) == ast.unparse(two)
+            alike |= called in ("min", "max", "minimum", "transpose")
+            return [] if alike else [("swap", {"args": [two, one, *rest]})]
         case ast.Subscript(slice=ast.Constant(value=int(value))):
-            return [put("index", slice=ast.Constant(value + step)) for step in (1, -1)]
+            return [("index", {"slice": ast.Constant(value + step)}) for step in (1, -1)]
         case ast.Constant(value=bool(value)):
-            return [put("constant", value=not value)]
+            return [("constant", {"value": not value})]
         case ast.Constant(value=int(value) | float(value)):
-            return [put("constant", value=value + 1)]
+            return [("constant", {"value": value + 1})]
     return []
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
 def draw(count: int, seed: int, only: list[str]) -> list[Mutation]:
@@ -143,22 +132,17 @@ def fails(command: list[str], copy: Path, limit: float) -> bool:
     paths = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
     ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
-    silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(
-        command, cwd=copy, env={**os.environ, **ours}, start_new_session=True, **silent
-    ) as process:
-        try:
-            return process.wait(limit) != 0
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return True
+    limited = ["timeout", "--signal=KILL", str(limit), *command]  # its children end with it
+    done = subprocess.run(
+        limited, cwd=copy, env={**os.environ, **ours}, capture_output=True, check=False
+    )
+    return done.returncode != 0
 
 
 def judge(mutation: Mutation, copies: queue.Queue[Path], limit: float) -> dict[str, Any]:
     """Return the place, the change and the command that noticed it, None if nothing did."""
     copy, caught = copies.get(), None
     file, (plain, changed) = copy / mutation.file, mutation.sources()
-    source = file.read_text(encoding="utf-8")
     try:
         for command in commands(mutation.file):
             file.write_text(changed, encoding="utf-8")
@@ -170,10 +154,9 @@ def judge(mutation: Mutation, copies: queue.Queue[Path], limit: float) -> dict[s
             if failed:
                 print(f"left out, as it fails without a mutation: {shlex.join(command)}")
     finally:
-        file.write_text(source, encoding="utf-8")
+        shutil.copyfile(ROOT / mutation.file, file)
         copies.put(copy)
-    both = plain.splitlines(), changed.splitlines()
-    diff = list(difflib.unified_diff(*both, n=0, lineterm=""))[3:]
+    diff = [*difflib.unified_diff(plain.splitlines(), changed.splitlines(), n=0, lineterm="")][3:]
     return {"place": f"{mutation.file}:{mutation.line}", "diff": diff, "caught_by": caught}
 
 

@@ -4,11 +4,8 @@
     python tools/package_check.py release WHEEL           whether it can be given to a registry
     python -I tools/package_check.py use CHECKOUT         in an environment that has the wheel
 
-`bash tools/package_check` builds both files and calls these. Exit code 1, with one line, where
-something is missing, too much, or imported from the checkout.
+`bash tools/package_check` builds both files and calls these.
 """
-
-from __future__ import annotations
 
 import email
 import re
@@ -18,91 +15,75 @@ import tarfile
 import tempfile
 import zipfile
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-STEPS = 6
-OWN_FOLDER = {"model_registry": "moe_qlora/model_registry"}  # in the checkout, in the wheel
+
+def expect(true: Any, message: str) -> None:
+    if not true:
+        sys.exit(f"package_check: {message}")
 
 
-def main() -> None:
-    command, *arguments = sys.argv[1:]
-    checks: dict[str, Any] = {
-        "contents": check_contents,
-        "release": check_release,
-        "use": check_use,
-    }
-    checks[command](*(Path(argument).resolve() for argument in arguments))
-
-
-def fail(message: str) -> None:
-    sys.exit(f"package_check: {message}")
-
-
-def check_contents(sdist: Path, wheel: Path) -> None:
+def contents(sdist: Path, wheel: Path) -> None:
     """Compare both files with what git tracks: code and data, all of it, and nothing else."""
     command = ["git", "ls-files", "moe_qlora", "model_registry"]
     tracked = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     pages = ("moe_qlora/docs/", "moe_qlora/README")  # of the repository
     wanted = {name for name in tracked if not name.startswith(pages) and name[-3:] != ".md"}
     with tarfile.open(sdist) as archive:
-        packed = {str(PurePosixPath(*PurePosixPath(n).parts[1:])) for n in archive.getnames()}
-    missing = wanted - packed
-    if missing:
-        fail(f"{sdist.name} lacks {sorted(missing)}")
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    expect(wanted <= packed, f"{sdist.name} lacks {sorted(wanted - packed)}")
     foreign = {name for name in packed if name.startswith(("tests", "tools", "build", ".ci"))}
-    if foreign:
-        fail(f"{sdist.name} holds {sorted(foreign)}")
+    expect(not foreign, f"{sdist.name} holds {sorted(foreign)}")
 
-    tops = {name: name.partition("/") for name in wanted}
-    installed = {f"{OWN_FOLDER.get(top, top)}/{rest}" for top, _, rest in tops.values()}
+    installed = {re.sub("^model_registry/", "moe_qlora/model_registry/", name) for name in wanted}
     names = zipfile.ZipFile(wheel).namelist()
     package = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
-    if package != installed:
-        lacks, more = sorted(installed - package), sorted(package - installed)
-        fail(f"{wheel.name} lacks {lacks} and holds {more} beside what git tracks")
-    if "moe_qlora/py.typed" not in package:
-        fail(f"{wheel.name} lacks py.typed, without which type checkers ignore the package")
-    if not any(name.endswith(".dist-info/licenses/LICENSE") for name in names):
-        fail(f"{wheel.name} lacks the license")
+    lacks, more = sorted(installed - package), sorted(package - installed)
+    told = f"{wheel.name} lacks {lacks} and holds {more} beside what git tracks"
+    expect(package == installed, told)
+    typed = "moe_qlora/py.typed" in package
+    expect(typed, f"{wheel.name} lacks py.typed, without which type checkers ignore the package")
+    licensed = any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    expect(licensed, f"{wheel.name} lacks the license")
     print(f"{wheel.name}: {len(package)} files, those that git tracks; {sdist.name}: the same")
 
 
-def check_release(wheel: Path) -> None:
+def release(wheel: Path) -> None:
     """See whether a registry's page would lead somewhere, and whether the changelog is closed."""
     archive = zipfile.ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     about = email.message_from_bytes(archive.read(name))
-    if not any(url.startswith("Repository,") for url in about.get_all("Project-URL", [])):
-        fail("pyproject.toml has no [project.urls] with a Repository")
-    relative = re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", str(about.get_payload()))
-    if relative:
-        fail(f"README.md has relative links, which lead nowhere on a registry's page: {relative}")
-    heading = next(
-        line for line in Path("CHANGELOG.md").read_text("utf-8").splitlines() if line[:3] == "## "
-    )
-    if not re.fullmatch(rf"## {re.escape(about['Version'])} \(\d{{4}}-\d\d-\d\d\)", heading):
-        fail(f"CHANGELOG.md begins with {heading!r}, not with {about['Version']} and a date")
+    urls = [url for url in about.get_all("Project-URL", []) if url.startswith("Repository,")]
+    expect(urls, "pyproject.toml has no [project.urls] with a Repository")
+    links = re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", str(about.get_payload()))
+    told = f"README.md has relative links, which lead nowhere on a registry's page: {links}"
+    expect(not links, told)
+    lines = Path("CHANGELOG.md").read_text("utf-8").splitlines()
+    heading = next(line for line in lines if line[:3] == "## ")
+    closed = re.fullmatch(rf"## {re.escape(about['Version'])} \(\d{{4}}-\d\d-\d\d\)", heading)
+    told = f"CHANGELOG.md begins with {heading!r}, not with {about['Version']} and a date"
+    expect(closed, told)
 
 
-def check_use(checkout: Path) -> None:
+def use(checkout: Path) -> None:
     """Work with the installed wheel: the command line, packing, training, an adapter's folder."""
     import moe_qlora
 
     home = Path(str(moe_qlora.__file__)).resolve().parent
-    if not home.is_relative_to(Path(sys.prefix).resolve()) or home.is_relative_to(checkout):
-        fail(f"moe_qlora was imported from {home}, and not from the wheel in {sys.prefix}")
-    if metadata.version("moe-qlora") != moe_qlora.__version__:
-        fail(f"metadata says {metadata.version('moe-qlora')}, the code {moe_qlora.__version__}")
+    installed = home.is_relative_to(Path(sys.prefix).resolve())
+    told = f"moe_qlora was imported from {home}, and not from the wheel in {sys.prefix}"
+    expect(installed and not home.is_relative_to(checkout), told)
+    version = metadata.version("moe-qlora")
+    expect(version == moe_qlora.__version__, f"metadata says {version}, the code another one")
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder))
         run_commands(Path(folder))
     ours = [m for name, m in sys.modules.items() if name.split(".")[0] == "moe_qlora"]
     files = [Path(module.__file__ or next(iter(module.__path__))).resolve() for module in ours]
     foreign = sorted(str(file) for file in files if not file.is_relative_to(home))
-    if foreign:
-        fail(f"these modules do not come from the wheel: {foreign}")
-    print(f"moe_qlora {moe_qlora.__version__} works from {home}: {len(files)} modules")
+    expect(not foreign, f"these modules do not come from the wheel: {foreign}")
+    print(f"moe_qlora {version} works from {home}: {len(files)} modules")
 
 
 def train(folder: Path) -> None:
@@ -128,19 +109,16 @@ def train(folder: Path) -> None:
     torch.manual_seed(0)
     lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     model: Any = moe_qlora.get_peft_model(load(), lora_config, experts=True).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     rows = testing.tiny_inputs(model.get_base_model())["input_ids"]
     losses = []
-    for _ in range(STEPS):
+    for _ in range(6):
         optimizer.zero_grad()
         loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    if not losses[-1] < losses[0]:
-        fail(f"the loss of the tiny model did not fall: {losses}")
+    expect(losses[-1] < losses[0], f"the loss of the tiny model did not fall: {losses}")
     model.save_pretrained(folder / "adapter")
     moe_qlora.load_adapter(load(), str(folder / "adapter"))
 
@@ -153,17 +131,17 @@ def run_commands(folder: Path) -> None:
 
     program = Path(sys.prefix) / "bin/moe-qlora"
     script = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    model = str(folder / "model")
+    model, packed = str(folder / "model"), str(folder / "packed")
     plan = ["plan", model, "--gpus", "1x1GiB", "--seq", "64"]
-    commands = [["doctor", model], ["dump", model], plan]
-    commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
-    commands += [["verify", str(folder / "packed")], ["report", model, "-o", f"{folder}/r.html"]]
+    commands = [["doctor", model], ["dump", model], plan, ["quantize", model, packed, "--quiet"]]
+    commands += [["verify", packed], ["report", model, "-o", f"{folder}/r.html"]]
     for command in commands:
         result = CliRunner().invoke(app, command)
-        if result.exit_code or not result.output.strip():
-            fail(f"moe-qlora {' '.join(command)} ended with {result.exit_code}: {result.output}")
+        told = f"moe-qlora {' '.join(command)} ended with {result.exit_code}: {result.output}"
+        expect(result.exit_code == 0 and result.output.strip(), told)
     print(f"{script.stdout.strip()}: {', '.join(command[0] for command in commands)}")
 
 
 if __name__ == "__main__":
-    main()
+    checks: dict[str, Any] = {"contents": contents, "release": release, "use": use}
+    checks[sys.argv[1]](*(Path(argument).resolve() for argument in sys.argv[2:]))

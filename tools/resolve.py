@@ -4,20 +4,16 @@
     bash tools/resolve --hosts    the newest of each trainer, alone and together with this package;
                                   writes the table of moe_qlora/docs/trainers.md
 
-A machine whose pip takes a CPU build of torch cannot notice that the versions exclude each other
-elsewhere: torch's CUDA builds pin packages that its CPU builds do not ask for. Here uv resolves for
-each Python and architecture, installed or not, from metadata alone. Nothing is installed.
+torch's CUDA builds pin packages that its CPU builds do not ask for. uv resolves for each Python and
+architecture, installed or not, from metadata alone. Nothing is installed.
 """
-
-from __future__ import annotations
 
 import re
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from packaging.utils import canonicalize_name
 
@@ -32,8 +28,8 @@ PAGE, MARK = ROOT / "moe_qlora/docs/trainers.md", "Resolved by `bash tools/resol
 OF_TORCH = re.compile(r"triton|(nvidia|cuda)-.*")
 
 
-def main() -> None:
-    start = time.monotonic()
+def check() -> None:
+    """Resolve what CI checks."""
     low, high = (int(version.partition(".")[2]) for version in PYTHON)
     pythons = [f"3.{minor}" for minor in range(low, high + 1)]
     for python in pythons:
@@ -43,38 +39,39 @@ def main() -> None:
             check_ranges(python, f"--resolution={way}", "--extra=kernels")
     # Some of what axolotl pins exists as source only.
     check_ranges(pythons[-1], "--extra=axolotl", "--build")
-    print(f"All is installable: {time.monotonic() - start:.0f} s")
 
 
 def check_constraints(python: str, platform: str) -> None:
     """Resolve what both commands of the README install: pinned, but for what torch itself pins."""
-    found = resolve(
-        python, platform, "-c", str(CONSTRAINTS), *(f"--extra={extra}" for extra in EXTRAS)
-    )
+    extras = [f"--extra={extra}" for extra in EXTRAS]
+    found = resolve(python, platform, "-c", str(CONSTRAINTS), *extras)
     lines = CONSTRAINTS.read_text("utf-8").splitlines()
     pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if line[:1] != "#"}
     loose = sorted(name for name in found if name not in pinned and not OF_TORCH.fullmatch(name))
     if loose:
-        fail(f"tools/constraints.txt has no version of {', '.join(loose)}: Python {python}")
+        told = f"tools/constraints.txt has no version of {', '.join(loose)}: Python {python}"
+        sys.exit(f"resolve: {told}")
     print(f"Python {python}, {platform}: torch {found['torch']}, triton {found['triton']}")
 
 
 def check_ranges(python: str, *arguments: str) -> None:
     """Resolve without constraints: what pip then chooses has to be a version that was tested."""
-    found = resolve(python, PLATFORMS[0], *arguments)
+    found, how = resolve(python, PLATFORMS[0], *arguments), " ".join(arguments)
     for name, tested in {**REQUIRED, **OPTIONAL}.items():
         if name in found and not tested.includes(found[name]):
-            fail(
-                f"pip would choose {name} {found[name]} for Python {python} "
-                f"({' '.join(arguments)}), and {tested} was tested: narrow its range in "
-                "pyproject.toml"
-            )
+            told = f"pip would choose {name} {found[name]} for Python {python} ({how}), and"
+            sys.exit(f"resolve: {told} {tested} was tested: narrow its range in pyproject.toml")
     chosen = ", ".join(f"{name} {found[name]}" for name in REQUIRED)
-    print(f"Python {python}, no constraints, {' '.join(arguments)}: {chosen}")
+    print(f"Python {python}, no constraints, {how}: {chosen}")
 
 
 def write_hosts() -> None:
     """Write the table of what the newest trainers install, alone and beside this package."""
+
+    def stack(found: dict[str, str]) -> str:
+        names = [name for name in ("torch", "transformers", "peft", "trl") if name in found]
+        return ", ".join(f"{name} {found[name]}" for name in names)
+
     rows = [f"{MARK} on {date.today()}, for Python 3.12 on Linux:", ""]
     rows += ["| | alone | together with this package |", "|---|---|---|"]
     for host in HOSTS:
@@ -92,15 +89,6 @@ def write_hosts() -> None:
     print("\n".join(rows))
 
 
-def stack(found: dict[str, str]) -> str:
-    names = "torch", "transformers", "peft", "trl"
-    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
-
-
-def fail(message: str) -> NoReturn:
-    sys.exit(f"resolve: {message}")
-
-
 class ResolveError(Exception):
     """Nothing satisfies all."""
 
@@ -109,15 +97,12 @@ def resolve(
     python: str, platform: str, *arguments: str, project: str = "", also: str = ""
 ) -> dict[str, str]:
     """Return the versions that would be installed for this project or a named one, and `also`."""
-    source = "-" if project else "pyproject.toml"
-    command = [
-        *("uv", "pip", "compile", source, *(["-"] if also else []), "--quiet", "--no-header"),
-        *("--no-annotate", "--no-build", "--no-python-downloads", "--python-version", python),
-        *("--python-platform", platform, *arguments),
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, input=project or also, capture_output=True, text=True, check=False
-    )
+    sources = ["-"] if project else ["pyproject.toml", *(["-"] if also else [])]
+    command = ["uv", "pip", "compile", *sources, "--quiet", "--no-header", "--no-annotate"]
+    command += ["--no-build", "--no-python-downloads", "--python-version", python]
+    command += ["--python-platform", platform, *arguments]
+    given: dict[str, Any] = {"input": project or also, "cwd": ROOT}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **given)
     if done.returncode:
         raise ResolveError(f"{' '.join(command)}:\n{done.stderr}")
     found = (line.split()[0].split("==") for line in done.stdout.splitlines())
@@ -126,6 +111,6 @@ def resolve(
 
 if __name__ == "__main__":
     try:
-        write_hosts() if "--hosts" in sys.argv else main()
+        write_hosts() if "--hosts" in sys.argv else check()
     except ResolveError as error:
-        fail(str(error))
+        sys.exit(f"resolve: {error}")

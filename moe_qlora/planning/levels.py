@@ -62,6 +62,8 @@ _OPTIONS = {
     # Code around a layer may set attributes, which Dynamo refuses within a checkpoint: it would
     # then run all of it eagerly.
     "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
+    # DDP's buckets cut what one graph of a whole model would be; a layer is compiled by itself.
+    "optimize_ddp": False,
     # Versions of one function: `compute` has some for each class of layers. Then it runs
     # eagerly, without an error.
     "recompile_limit": 64,

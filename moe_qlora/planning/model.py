@@ -30,6 +30,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
 from ..detection.detect import detect
+from ..distributed.ranks import stock_class
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
 from ..kernels.limits import cdiv
@@ -145,7 +146,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             name,
             (*(t for part in held for t in _packed_tensors(part)), *map(_other_tensor, others)),
             # A layer is of a class not to be split; without these, an item of a ModuleList.
-            layer=type(unit).__name__ in classes
+            layer=stock_class(unit).__name__ in classes
             or (not classes and name.rpartition(".")[0] in lists),
             slot=sum(slot_nbytes((w.codes, *bits_of(w).values())) for w in experts),
             active=active,
@@ -154,24 +155,31 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _other_tensor(tensor: Tensor) -> BlockTensor:
-    part = "trained" if tensor.requires_grad else "other"
+def _other_tensor(whole: Tensor) -> BlockTensor:
+    part, tensor = "trained" if whole.requires_grad else "other", _local(whole)
     rows = tensor.shape[0] if tensor.dim() else 1
     row = tensor.numel() // rows if rows else 0
-    return BlockTensor(part, rows, row, tensor.itemsize, isinstance(tensor, nn.Parameter))
+    return BlockTensor(part, rows, row, tensor.itemsize, isinstance(whole, nn.Parameter))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that FSDP2 has sharded."""
+    held: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
 
 
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     """Yield codes and statistics, in rows as distributed runs have them."""
     weight, kind = part.weight, "linear" if part.linear else "experts"
     in_rows = part.linear and not codec_of(weight.kind).in_quant_state
-    rows = weight.shape[0] if in_rows else weight.codes.nbytes
-    yield BlockTensor(kind, rows, weight.codes.nbytes // rows, 1)
+    nbytes = _local(weight.codes).nbytes
+    rows = weight.shape[0] if in_rows else nbytes
+    yield BlockTensor(kind, rows, nbytes // max(1, rows), 1)
     kind = "statistics" if part.linear else "expert statistics"
     for name, bits in (bits_of(weight) if weight.statistics else {}).items():
         # Behind the offset of double quantization
         padding = 12 if name == "nested" else 0
-        yield BlockTensor(kind, bits.nbytes, 1, 1, name != "tables", padding)
+        yield BlockTensor(kind, _local(bits).nbytes, 1, 1, name != "tables", padding)
 
 
 def block_modules(model: Any) -> dict[str, nn.Module]:
@@ -194,7 +202,7 @@ def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes
-        if type(module).__name__ in classes or listed:
+        if stock_class(module).__name__ in classes or listed:
             parts = name.split(".") + ([""] if listed else [])
             split_paths |= {".".join(parts[:end]) for end in range(len(parts))}
 
@@ -204,7 +212,7 @@ def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
                 yield f"{path}.{name}".lstrip("."), tensor
         for name, child in module.named_children():
             inner = f"{path}.{name}".lstrip(".")
-            if inner in split_paths and type(child).__name__ not in classes:
+            if inner in split_paths and stock_class(child).__name__ not in classes:
                 yield from descend(inner, child)
             elif any(True for tensors in (child.parameters(), child.buffers()) for _ in tensors):
                 yield inner, child

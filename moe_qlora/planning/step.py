@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.fx.experimental import _config as fx_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -250,9 +251,8 @@ def record_step(
             )
         # What follows is the last block's loss and backward.
         enter_backward(next(reversed(read), ""))
-        # Not `backward`: hooks of DDP wait for the gradients of all layers.
-        grads = torch.autograd.grad(value, [anchor, *step.trained], allow_unused=True)
-        del grads, value
+        _backward(step, value, anchor)
+        del value
         end_section()
     # What the model makes before its first block, such as a cache, counts there.
     next(iter(read.values()))["start"] = start
@@ -267,6 +267,13 @@ def record_step(
             found[name] = Activity(name, block["end"] - block["start"], *peaks)
             later += trained.get(name, 0)
     return tuple(replace(found[stands_for.get(name, name)], name=name) for name in read)
+
+
+def _backward(step: StepModel, loss: Tensor, anchor: Tensor) -> None:
+    if any(isinstance(module, FSDPModule) for module in step.model.modules()):
+        loss.backward()  # Its hooks gather and reduce in no other
+    else:  # DDP's would wait for the gradients of all layers
+        torch.autograd.grad(loss, [anchor, *step.trained], allow_unused=True)
 
 
 @contextmanager

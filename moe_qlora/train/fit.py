@@ -65,7 +65,8 @@ def fit_memory(
     whose memory is not planned. A step that is given a key-value cache with tokens keeps all. The
     optimizer is taken to be AdamW with two states in the trained weights' dtype; a warning says so
     if the first steps take more. Without `prepare_training`, attention to padded batches may take
-    more memory than is measured. Every rank of torch.distributed has to call it; all decide alike.
+    more memory than is measured. Every rank of torch.distributed has to call it, under FSDP2 before
+    or after `fully_shard`; all decide alike.
 
     Args:
         model: A transformers model, or a PEFT model around one, on one device.
@@ -84,7 +85,7 @@ def fit_memory(
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
-            layers, trains nothing, is sharded, or lies on meta or several devices; or `loss` is no
+            layers, trains nothing, or lies on meta or several devices; or `loss` is no
             function that returns a number with a gradient, of one forward with gradients.
     """
     if isinstance(model, DistributedDataParallel):
@@ -385,11 +386,6 @@ class Fit:
 
 def _device_of(model: nn.Module) -> torch.device:
     """Return the one device that a model lies on; experts in host memory belong to it."""
-    if sharded := [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]:
-        raise ConfigError(
-            f"fit_memory: {sharded[0]} is sharded over ranks, so that no step of one rank alone "
-            "can be measured; call fit_memory before fully_shard or trainer.train()."
-        )
     hosted = {
         id(parameter)
         for module in model.modules()

@@ -33,6 +33,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils import output_capturing
@@ -73,6 +74,7 @@ class LayerGraphs:
         self._pass: str | None = None  # None: the first layer will decide
         self._last = -1
         self._warned: set[str] = set()
+        self._model = model
         layers = decoder_layers(model).values()
         self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
         for place, runner in enumerate(self._runners):
@@ -106,6 +108,11 @@ class LayerGraphs:
         for each in self._calls:
             each.known.clear()
         self._start()
+
+    def check_whole(self) -> None:
+        """Raise if an engine gathers weights anew for each forward and backward."""
+        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+            raise ObstacleError("FSDP gathers weights at other addresses each time")
 
     def buffer(self, role: Hashable, like: Tensor) -> Tensor:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
@@ -294,6 +301,7 @@ class RecordedCall:
         self, graphs: LayerGraphs, runner: LayerRunner, level: str, args: Any, kwargs: Any,
         leaves: Sequence[Any], role: Hashable,
     ) -> None:  # fmt: skip
+        graphs.check_whole()
         check_hooks(runner.layer)
         self.graphs, self.runner, self.layer, self.level = graphs, runner, runner.layer, level
         self.calls: LayerCalls = runner.calls

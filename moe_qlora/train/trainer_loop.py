@@ -2,8 +2,9 @@
 
 Each step it counts parameters for its FLOPs, calls `train()` and takes `parameters()` twice:
 0.1 s over the 3,801 modules of Qwen3-30B-A3B with LoRA, where a step takes 0.2 s (H200). Modules
-and parameters are listed once here, and again after torch registered one, adapters came or went, or
-the model was moved. One that is only deleted stays in the lists until then.
+are listed once here, and again after torch registered one, or adapters came or went. One that is
+only deleted stays in the list until then. Parameters are read from the modules each time: FSDP2
+puts its shards in their place without registering them.
 
 After each backward it looks for NaN in the loss (`logging_nan_inf_filter`), which waits for the
 GPU. `torch.isnan` and `isinf` of an `EarlyLoss` look at a copy made before the backward.
@@ -33,7 +34,7 @@ _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
 
 
 def quicken_walks(model: nn.Module) -> Callable[[], None]:
-    """Answer `named_parameters`, `train` and `num_parameters` from lists; return how to undo it.
+    """Answer `named_parameters`, `train` and `num_parameters` by a list; return how to undo it.
 
     Results are those of the methods of its class. Other arguments than the defaults go to these.
 
@@ -43,7 +44,7 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
     base: Any = base_model(model)
     tree, undo = _Tree(model, base), ExitStack()
     tree.is_told = True
-    owners = {"named_parameters": model, "train": model, "_apply": model, "num_parameters": base}
+    owners = {"named_parameters": model, "train": model, "num_parameters": base}
     for name, module in owners.items():
         # A method that other code has put on the instance stays
         if name not in vars(module) and hasattr(module, name):
@@ -60,45 +61,41 @@ class _Tree:
     def __init__(self, root: nn.Module, base: Any) -> None:
         self.root, self.base = root, base
         self._adapters = -1  # Number of adapters when all was listed; -1: list again
-        self._modules: list[nn.Module] = []
+        self._modules: dict[str, nn.Module] = {}
         self._known: set[int] = set()  # Their ids
         self.is_told = False  # Of changes, by hooks: a copy is not, and lists each time
-        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._counts: dict[bool, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
         return _Tree(deepcopy(self.root, memo), deepcopy(self.base, memo))
 
-    def forget(self) -> None:
-        self._adapters = -1
-
     def registered(self, module: nn.Module, *_: Any) -> None:
         # Of all modules in the process: a slice of layers is a new ModuleList in each forward
         if id(module) in self._known:
-            self.forget()
+            self._adapters = -1
 
     def look(self) -> _Tree:
         adapters = len(getattr(self.root, "peft_config", ()))
         if self._adapters != adapters or not self.is_told:
             self._adapters, self._counts = adapters, {}
-            self._modules = list(self.root.modules())
-            self._known = {*map(id, self._modules)}
-            self._parameters = list(type(self.root).named_parameters(self.root))
+            self._modules = dict(self.root.named_modules())
+            self._known = {*map(id, self._modules.values())}
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         if args or (kwargs and kwargs != {"recurse": True}):  # As `parameters()` calls it
             return type(self.root).named_parameters(self.root, *args, **kwargs)
-        return iter(list(self.look()._parameters))
+        found: dict[nn.Parameter, str] = {}  # A tied one has its first name
+        for prefix, module in self.look()._modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, f"{prefix}.{name}" if prefix else name)
+        return iter([(name, parameter) for parameter, name in found.items()])
 
     def train(self, mode: bool = True) -> nn.Module:
-        if set(map(attrgetter("training"), self.look()._modules)) != {mode}:
+        if set(map(attrgetter("training"), self.look()._modules.values())) != {mode}:
             type(self.root).train(self.root, mode)
         return self.root
-
-    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
-        self.forget()  # It may put others in the place of parameters
-        return type(self.root)._apply(self.root, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         count = partial(type(self.base).num_parameters, self.base)

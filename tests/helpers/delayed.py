@@ -1,9 +1,8 @@
 """A device whose copies come as late as they may: `moe_qlora.train.offload.Copier` for tests.
 
-What a slot held is gone as soon as a copy to it is ordered, and the copy is carried out when the
-computing stream waits for it. So a wait that is missing, a slot that is exchanged, or one that is
-given away too early leaves garbage, which no codec decodes to the right numbers. Kernels run at
-once here: that a copy waits for them is checked by the times of marks, of waits and, in a block of
+A slot holds garbage from when a copy to it is ordered until the computing stream waits for it, so
+that a wait too few, or a slot that is given away too early, shows in the numbers. Kernels run at
+once: that a copy waits for them is checked by the times of marks, of waits and, in a block of
 `Reads`, of each operation that reads a slot.
 """
 

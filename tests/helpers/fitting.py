@@ -30,7 +30,6 @@ _LINEARS = ("q_proj", "v_proj", "o_proj")
 
 
 def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: Any) -> Any:
-    """A packed model in training, with adapters that change what it computes."""
     key = f"{model_type} {kind} {overrides}"
     if key not in _built:
         model = tiny_model(model_type, seed=0, **overrides)
@@ -58,7 +57,7 @@ def fill(model: Any) -> None:
 
 
 def token_ids(model: Any, batch: int = BATCH, seq: int = SEQ, seed: int = 7) -> Tensor:
-    """Random ids, of which special tokens are none."""
+    """Random ids, none of a special token."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     vocabulary = base.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(seed)
@@ -72,18 +71,13 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
 
 
 def on_level(layer: Any, level: str, promised: tuple[int, int] = (1, 10_000)) -> LayerRunner:
-    """Let a layer keep what a level says."""
     runner = LayerRunner(layer)
     runner.level, runner.promised = level, promised
     return runner
 
 
 def least_memory(
-    model: Any,
-    batch: int = BATCH,
-    seq: int = SEQ,
-    by: Callable[..., Any] = moe_qlora.fit_memory,
-    **how: Any,
+    model: Any, batch: int = BATCH, seq: int = SEQ, by: Any = moe_qlora.fit_memory, **how: Any
 ) -> int:
     """The bytes of a step that computes all again, by what the error says is missing."""
     with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:
@@ -116,9 +110,7 @@ def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bo
 
 
 def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
-    """The model's own loss."""
-    loss: Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def measured_peak(

@@ -56,14 +56,11 @@ def set_json(file: Path, **fields: object) -> Path:
 def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random bits, NaN among them where the dtype has it."""
     generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    return (
-        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
-        .view(dtype)
-        .view(shape)
-    )
+    size = (torch.Size(shape).numel() * dtype.itemsize,)
+    noise = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+    return noise.view(dtype).view(shape)
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

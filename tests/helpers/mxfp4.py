@@ -40,10 +40,7 @@ def slow_decode(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def mxfp4_weight(
-    *stored_shape: int,
-    seed: int = 0,
-    transposed: bool = False,
-    dtype: torch.dtype = torch.float32,
+    *stored_shape: int, seed: int = 0, transposed: bool = False, dtype: torch.dtype = torch.float32
 ) -> PackedWeight:
     """Return a packed weight of random codes; where `transposed`, its decoded matrices are."""
     blocks, scales = random_mxfp4(*stored_shape, seed=seed)
@@ -63,7 +60,6 @@ def keep(
 
 
 def expert_keys(keys: Iterable[str]) -> list[str]:
-    """Return those of the keys that gpt-oss's expert weights have."""
     return [key for key in keys if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
 
 

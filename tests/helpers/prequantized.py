@@ -62,7 +62,10 @@ def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
 def write_both(path: Path, name: str, **changes: Any) -> Path:
     """Write such a folder as `maker`, and the 16-bit folder it stands for as `plain`."""
     folder, plain = write_case(path / "maker", name, **changes)
-    write_plain(path / "plain", folder, plain)
+    (path / "plain").mkdir()
+    (path / "plain/config.json").write_text(json.dumps(plain_config(folder), indent=2))
+    tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
+    save_file(tensors, path / "plain/model.safetensors", {"format": "pt"})
     return path
 
 
@@ -76,25 +79,10 @@ def plain_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def write_plain(path: Path, folder: Path, plain: Stored) -> None:
-    """Write the 16-bit folder that another stands for."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(plain_config(folder), indent=2))
-    tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-
-
 def write_folder(
-    path: Path,
-    model_type: str,
-    method: str,
-    *,
-    overrides: dict[str, Any] | None = None,
-    shards: int = 3,
-    seed: int = 0,
-    mtp: bool = False,
-    **options: Any,
-) -> tuple[Path, Stored]:
+    path: Path, model_type: str, method: str, *, overrides: dict[str, Any] | None = None,
+    shards: int = 3, seed: int = 0, mtp: bool = False, **options: Any,
+) -> tuple[Path, Stored]:  # fmt: skip
     """Write a tiny model as the maker of such models does; return the plain tensors as well.
 
     `overrides` are of the model's configuration, `options` of the method. A tensor's codes and
@@ -118,8 +106,7 @@ def write_folder(
             continue
         parts, values = encode(plain[key].float())
         plain[key] = values.bfloat16()
-        for part, tensor in parts.items():
-            stored[maker.key(key, part)] = tensor.contiguous()
+        stored |= {maker.key(key, part): tensor.contiguous() for part, tensor in parts.items()}
     config |= {"quantization_config": maker.config, **maker.says}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(path, stored, shards)
@@ -152,11 +139,11 @@ def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
     generator = torch.Generator().manual_seed(seed + 1)
     last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
     extra = {key.replace(last, new): t.flip(0) for key, t in plain.items() if key.startswith(last)}
-    hidden = plain["model.norm.weight"].shape[0]
-    like = plain["model.norm.weight"].dtype
-    for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight"):
-        extra[new + name] = torch.ones(hidden, dtype=like)
-    extra[new + "eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator).to(like)
+    norm = plain["model.norm.weight"]
+    wide = torch.randn(len(norm), 2 * len(norm), generator=generator).to(norm)
+    extra |= {f"{new}{name}.weight": torch.ones_like(norm) for name in ("enorm", "hnorm")}
+    extra[new + "shared_head.norm.weight"] = torch.ones_like(norm)
+    extra[new + "eh_proj.weight"] = wide
     extra[new + "embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
     extra[new + "shared_head.head.weight"] = plain["lm_head.weight"].clone()
     return extra
@@ -186,38 +173,34 @@ def power_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
     return (exponent + 127).to(torch.uint8), torch.pow(2.0, exponent.double()).float()
 
 
-def stored_scale(scale: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
-    """Scales as they are stored, and what they are then."""
-    if dtype in ("e8m0", torch.uint8):
-        raw, scale = power_of_two(scale)
-        return (raw if dtype == torch.uint8 else raw.view(torch.float8_e8m0fnu)), scale
-    return scale.to(dtype), scale.to(dtype).float()
-
-
 def encode_fp8(
     weight: Tensor, block: Sequence[int], end: str, scale_dtype: Any = torch.float32
 ) -> Encoded:
     """FP8 (e4m3) codes of a matrix, with a scale that multiplies for each block."""
-    raw, scale = stored_scale(block_amax(weight, block) / 448, scale_dtype)
+    scale = block_amax(weight, block) / 448
+    if scale_dtype in ("e8m0", torch.uint8):
+        stored, scale = power_of_two(scale)
+        stored = stored.view(torch.float8_e8m0fnu) if scale_dtype == "e8m0" else stored
+    else:
+        stored = scale.to(scale_dtype)
+        scale = stored.float()
     grid = expand(scale, block, *weight.shape)
     codes = (weight / grid).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return {"": codes, end: raw}, codes.float() * grid
+    return {"": codes, end: stored}, codes.float() * grid
 
 
-def e2m1_index(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest E2M1 codes, and what they stand for: (-1)^s 2^(e - 1) (1 + m / 2), or m / 2."""
+def encode_e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest E2M1 codes, two a byte, the first one in the low half; and their values.
+
+    These are (-1)^s 2^(e - 1) (1 + m / 2), or m / 2.
+    """
     codes = torch.arange(16)
     sign, exponent, mantissa = codes >> 3, (codes >> 1) & 3, (codes & 1).float()
     size = torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * 2.0 ** (exponent - 1))
     table = torch.where(sign == 1, -size, size)
     index = (values.abs()[..., None] - table[:8]).abs().argmin(-1)
     index += 8 * (values.signbit())
-    return index, table[index]
-
-
-def pack_pairs(index: Tensor) -> Tensor:
-    """Two codes a byte along the last dimension, the first one in the low half."""
-    return (index[..., 0::2] + 16 * index[..., 1::2]).to(torch.uint8)
+    return (index[..., 0::2] + 16 * index[..., 1::2]).to(torch.uint8), table[index]
 
 
 def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
@@ -231,35 +214,34 @@ def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
     per = 32 // bits
     room = torch.zeros(rows, -(-columns // per) * per, dtype=torch.int64)
     room[:, :columns] = codes.long() + top
-    parts = [room[:, place::per] << (bits * place) for place in range(per)]
-    words = torch.stack(parts).sum(0)
+    words = sum(room[:, place::per] << (bits * place) for place in range(per))
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    shape = torch.tensor([rows, columns])
-    return {"_packed": words, "_scale": scale, "_shape": shape}, codes * grid
+    return {
+        "_packed": words,
+        "_scale": scale,
+        "_shape": torch.tensor([rows, columns]),
+    }, codes * grid
 
 
 def encode_nvfp4(weight: Tensor, factor_name: str, codes_name: str, divide: bool) -> Encoded:
     """E2M1 codes, FP8 scales of 16, and a scale of these that divides or multiplies."""
     amax = block_amax(weight, (1, 16))
     factor = amax.max() / (448 * 6)
-    if divide:
-        divisor = 1 / factor
-        scale = (amax / 6 * divisor).clamp(1e-3, 448).to(torch.float8_e4m3fn)
-        grid, one = scale.float() / divisor, divisor.reshape(1)
-    else:
-        scale = (amax / 6 / factor).clamp(1e-3, 448).to(torch.float8_e4m3fn)
-        grid, one = scale.float() * factor, factor
+    one = (1 / factor).reshape(1) if divide else factor
+    scale = amax / 6 * one if divide else amax / 6 / factor
+    scale = scale.clamp(1e-3, 448).to(torch.float8_e4m3fn)
+    grid = scale.float() / one if divide else scale.float() * factor
     grid = expand(grid, (1, 16), *weight.shape)
-    index, values = e2m1_index(weight / grid)
-    return {codes_name: pack_pairs(index), "_scale": scale, factor_name: one}, values * grid
+    codes, values = encode_e2m1(weight / grid)
+    return {codes_name: codes, "_scale": scale, factor_name: one}, values * grid
 
 
 def encode_fp4(weight: Tensor) -> Encoded:
     """E2M1 codes in int8 and exponents of 32, as DeepSeek-V4's experts."""
     raw, scale = power_of_two(block_amax(weight, (1, 32)) / 6)
     grid = expand(scale, (1, 32), *weight.shape)
-    index, values = e2m1_index(weight / grid)
-    codes = pack_pairs(index).view(torch.int8)
+    codes, values = encode_e2m1(weight / grid)
+    codes = codes.view(torch.int8)
     return {"": codes, "_scale_inv": raw.view(torch.float8_e8m0fnu)}, values * grid
 
 
@@ -268,9 +250,9 @@ def encode_mxfp4(weight: Tensor) -> Encoded:
     experts, columns, rows = weight.shape
     groups = weight.transpose(1, 2).reshape(experts, rows, columns // 32, 32)
     raw, scale = power_of_two(groups.abs().amax(-1).clamp_min(1e-12) / 6)
-    index, values = e2m1_index(groups / scale[..., None])
+    codes, values = encode_e2m1(groups / scale[..., None])
     plain = (values * scale[..., None]).reshape(experts, rows, columns).transpose(1, 2)
-    return {"_blocks": pack_pairs(index), "_scales": raw}, plain.contiguous()
+    return {"_blocks": codes, "_scales": raw}, plain.contiguous()
 
 
 # Makers
@@ -287,12 +269,11 @@ class Maker:
     says: dict[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
-        """Return what quantizes a tensor; None where it stays plain."""
         plain = re.search(f"{_KEPT}|{self.plain_modules}", key) or tensor.dim() < 2
         return None if plain else self.encode(key)
 
     def key(self, key: str, part: str) -> str:
-        """Return the key on disk of a part."""
+        """The key on disk of a part."""
         scale = self.scales.format(key=key, module=key.removesuffix(".weight"))
         return scale if part == "_scale_inv" else key + part
 
@@ -306,13 +287,13 @@ def _fp8(
     kept = modules_to_not_convert
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     config |= {"scale_fmt": "ue8m0"} if scale_dtype == "e8m0" else {}
-    size = None if block is None else list(block)
+    config |= {"weight_block_size": block and list(block), "modules_to_not_convert": kept}
     plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
-    return Maker(
-        config | {"weight_block_size": size, "modules_to_not_convert": kept},
-        lambda key: lambda w: encode_fp8(w, block or w.shape, "_scale_inv", scale_dtype),
-        plain,
-    )
+
+    def encode(weight: Tensor) -> Encoded:
+        return encode_fp8(weight, block or weight.shape, "_scale_inv", scale_dtype)
+
+    return Maker(config, lambda key: encode, plain)
 
 
 def _mxfp8() -> Maker:
@@ -339,12 +320,10 @@ _IGNORE = ["lm_head", "re:.*mlp.gate$"]
 
 def _compressed_fp8(strategy: str = "channel", block: tuple[int, int] = (16, 24)) -> Maker:
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
-    if strategy == "block":
-        weights["block_structure"] = list(block)
+    weights |= {"block_structure": list(block)} if strategy == "block" else {}
 
     def encode(weight: Tensor) -> Encoded:
-        rows, columns = weight.shape
-        sizes = {"channel": (1, columns), "tensor": (rows, columns), "block": block}
+        sizes = {"channel": (1, weight.shape[1]), "tensor": weight.shape, "block": block}
         parts, values = encode_fp8(weight, sizes[strategy], "_scale", torch.bfloat16)
         if strategy == "tensor":
             parts["_scale"] = parts["_scale"].reshape(1)
@@ -359,18 +338,16 @@ def _int4(group: int | None = 32) -> Maker:
     weights["strategy"] = "group" if group else "channel"
     ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
     ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
-    return Maker(
-        compressed("pack-quantized", weights, ignore),
-        lambda key: partial(encode_int, bits=4, group=group),
-        r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
-    )
+    encode = partial(encode_int, bits=4, group=group)
+    plain = r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj"
+    return Maker(compressed("pack-quantized", weights, ignore), lambda key: encode, plain)
 
 
 def _nvfp4() -> Maker:
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    config = compressed("nvfp4-pack-quantized", weights, _IGNORE)
     names = {"factor_name": "_global_scale", "codes_name": "_packed"}
-    return Maker(config, lambda key: partial(encode_nvfp4, **names, divide=True))
+    encode = partial(encode_nvfp4, **names, divide=True)
+    return Maker(compressed("nvfp4-pack-quantized", weights, _IGNORE), lambda key: encode)
 
 
 def _modelopt(algorithm: str) -> Maker:
@@ -394,9 +371,8 @@ def _modelopt(algorithm: str) -> Maker:
 
 
 def _mxfp4() -> Maker:
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
-    kept += ["model.embed_tokens", "lm_head"]
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
     return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
 
 
@@ -414,12 +390,7 @@ def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
 
 
 METHODS: dict[str, Callable[..., Maker]] = {
-    "fp8": _fp8,
-    "mxfp8": _mxfp8,
-    "compressed-fp8": _compressed_fp8,
-    "int4": _int4,
-    "nvfp4": _nvfp4,
-    "mxfp4": _mxfp4,
-    "deepseek-v4": _deepseek_v4,
-    **{f"modelopt-{name.lower()}": partial(_modelopt, name) for name in ("NVFP4", "FP8")},
-}
+    "fp8": _fp8, "mxfp8": _mxfp8, "compressed-fp8": _compressed_fp8, "int4": _int4,
+    "nvfp4": _nvfp4, "mxfp4": _mxfp4, "deepseek-v4": _deepseek_v4,
+    "modelopt-nvfp4": partial(_modelopt, "NVFP4"), "modelopt-fp8": partial(_modelopt, "FP8"),
+}  # fmt: skip

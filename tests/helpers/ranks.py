@@ -12,13 +12,17 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from moe_qlora.checkpoint import manifest
-from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.errors import MoeQloraError
 
-from .folders import same
+from .folders import contents, same
 from .training import whole
+
+SIZES = {
+    "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "num_experts": 6,
+    "vocab_size": 256,
+}  # fmt: skip
+"""Of a model whose shares end within experts."""
 
 
 def sharded(model: Any, **options: Any) -> Any:
@@ -45,49 +49,14 @@ def said(call: Callable[..., Any], *args: Any, **named: Any) -> str:
     return ""
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def assert_same_adapter(several: Path, single: Path) -> None:
     """The files of two adapters are equal; target_modules is a set, in any order."""
-    both = content(several), content(single)
+    both = contents(several), contents(single)
     configs = [json.loads(files.pop("adapter_config.json")) for files in both]
     for config in configs:
         config["target_modules"].sort()
     assert configs[0] == configs[1]
     assert "adapter_model.safetensors" in both[0] and both[0] == both[1]
-
-
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, gathered."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: whole(tensor).detach().clone() for name, tensor in named}
-
-
-class CountedReads:
-    """Counts the bytes on disk that a rank reads of expert weights."""
-
-    def __init__(self) -> None:
-        self.total, self.stock = 0, (Checkpoint.read, Checkpoint.read_bytes)
-        self.small = manifest._SMALL
-
-    def __enter__(self) -> CountedReads:
-        def counting(stock: Any) -> Any:
-            def read(files: Checkpoint, key: str, *args: Any, **named: Any) -> torch.Tensor:
-                tensor: torch.Tensor = stock(files, key, *args, **named)
-                self.total += tensor.nbytes if ".experts." in key else 0
-                return tensor
-
-            return read
-
-        Checkpoint.read, Checkpoint.read_bytes = map(counting, self.stock)  # type: ignore[method-assign]
-        manifest._SMALL = 0  # checksums read small tensors whole
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
-        manifest._SMALL = self.small
 
 
 def packed_bytes(model: nn.Module, gather: Callable[[Any], Any] = whole) -> dict[str, Any]:

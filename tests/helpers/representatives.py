@@ -1,9 +1,9 @@
 """The model types whose numerics every run computes; those of the others are computed at night.
 
-Detection, loading and a forward run for every type of the registry. What LoRA, the experts forward
-and merging compute is decided by few traits of a type, and 82 of 95 share one set of roles: here is
-a type of each value of each trait that the registry knows (a new value asks for a new line), and of
-each kind of attention and routing beside.
+Detection and a forward run for every type of the registry. How it is loaded, and what LoRA, the
+experts forward and merging compute, is decided by few traits of a type, and 82 of 95 share one set
+of roles: here is a type of each value of each trait that the registry knows (a new value asks for a
+new line), and of each kind of attention and routing beside.
 """
 
 from __future__ import annotations
@@ -40,16 +40,8 @@ REPRESENTATIVES = {
 }
 
 
-def first(types: Iterable[str]) -> list[str]:
-    """Return representatives, then others, each sorted: what alternates does so among both."""
-    return sorted(types, key=lambda name: (name not in REPRESENTATIVES, name))
-
-
 def cases(types: Iterable[Any]) -> list[Any]:
-    """Return pytest's parameters, marked `nightly` but for representatives.
-
-    Each is a type, or a tuple that begins with one.
-    """
+    """pytest's parameters, types or tuples that begin with one: `nightly` but representatives."""
     nightly = pytest.mark.nightly
     return [
         pytest.param(*each, marks=[] if each[0] in REPRESENTATIVES else nightly)

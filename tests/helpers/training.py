@@ -1,7 +1,4 @@
-"""Packed models with adapters, and training of them on one or several ranks.
-
-The loop divides every batch over the ranks, as plain loops do.
-"""
+"""Packed models with adapters, training of them on one or several ranks, and how runs compare."""
 
 from __future__ import annotations
 
@@ -9,22 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
 
+Run = tuple[Any, dict[str, Tensor]]
+"""What training recorded: a loss or several, and gradients or trained weights by name."""
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nf4": NF4,
@@ -91,9 +86,22 @@ def results(model: Any) -> dict[str, Tensor]:
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     """Names and values of two results are equal, bit for bit."""
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(right[name], value), name
+    assert_same_training((0, left), (0, right))
+
+
+def assert_same_training(run: Run, expected: Run, within: float = 0.0) -> None:
+    """Two runs recorded the same: bit for bit, or tensors `within` this part of their norm.
+
+    Losses are then within a tenth of that part.
+    """
+    assert run[0] == (pytest.approx(expected[0], rel=within / 10) if within else expected[0])
+    assert run[1].keys() == expected[1].keys()
+    for name, tensor in expected[1].items():
+        if not within:
+            assert torch.equal(run[1][name], tensor), name
+            continue
+        error = (run[1][name].float() - tensor.float()).norm()
+        assert error <= within * tensor.float().norm() + 1e-8, f"{name} differs by {error:.2e}"
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -102,15 +110,10 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: Any,
-    batches: Iterable[Tensor],
-    rank: int = 0,
-    world: int = 1,
-    *,
-    group: Any = None,
+    model: Any, batches: Iterable[Tensor], rank: int = 0, world: int = 1, *, group: Any = None,
     optimizer: torch.optim.Optimizer | None = None,
     after_backward: Callable[[int], None] | None = None,
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Train a step on this rank's rows of each batch of token ids; return the ranks' mean losses.
 
     `after_backward` is called with the number of the step, before that of the optimizer.
@@ -130,6 +133,17 @@ def train(
     return losses
 
 
+def record(model: Any, batches: Iterable[Tensor], rank: int = 0, world: int = 1) -> Run:
+    """Train as `train` does; return the losses, and the first step's gradients, gathered."""
+    gradients: dict[str, Tensor] = {}
+
+    def keep(step: int) -> None:
+        if step == 0:
+            gradients.update(whole_gradients(model))
+
+    return train(model, batches, rank, world, after_backward=keep), gradients
+
+
 def mean_of_ranks(value: Tensor, world: int, group: Any = None) -> float:
     mean = value.detach().float().clone()
     if world > 1:
@@ -140,6 +154,12 @@ def mean_of_ranks(value: Tensor, world: int, group: Any = None) -> float:
 def whole(tensor: Any) -> Tensor:
     """A DTensor gathered, and any other tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all that is trained, by name, gathered."""
+    named = model.named_parameters()
+    return {name: whole(p).detach().clone() for name, p in named if p.requires_grad}
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -154,16 +174,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 def four_steps(folder: Path, world: int, **options: Any) -> TrainingArguments:
     """Arguments of a run of four steps, saved after the second one too."""
     return TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=12 // world,
-        max_steps=4,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
+        output_dir=str(folder), per_device_train_batch_size=12 // world, max_steps=4, save_steps=2,
+        logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, **options,
+    )  # fmt: skip
 
 
 def trainer_of(model: Any, arguments: TrainingArguments) -> Trainer:
@@ -199,13 +212,13 @@ def token_batches(first: int, last: int, rows: int) -> list[Tensor]:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What torch.distributed.checkpoint saves."""
-    state = get_optimizer_state_dict(model, optimizer)
-    return {"model": get_model_state_dict(model), "optimizer": state}
+    state = state_dict.get_optimizer_state_dict(model, optimizer)
+    return {"model": state_dict.get_model_state_dict(model), "optimizer": state}
 
 
 def restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, **named: Any) -> None:
     """Load what it has saved, by any number of ranks."""
     state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=folder, **named)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    state_dict.set_model_state_dict(model, state["model"])
+    state_dict.set_optimizer_state_dict(model, optimizer, state["optimizer"])

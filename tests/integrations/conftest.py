@@ -34,16 +34,16 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def trainable_linears(monkeypatch):
+@pytest.fixture(scope="module")
+def trainable_linears():
     """Linear4bit layers that can be trained on the CPU after an evaluation.
 
     bitsandbytes 0.50 turns the weights of its Linear layers, in evaluation on CPUs with
     AVX512-BF16, into a form that gradients do not pass.
     """
-    import bitsandbytes.nn.modules
-
-    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False)
+        yield
 
 
 @pytest.fixture

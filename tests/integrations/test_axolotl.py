@@ -9,7 +9,6 @@ import copy
 import json
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,10 +28,8 @@ with warnings.catch_warnings():
     from axolotl.loaders import ModelLoader, load_tokenizer
 
 import peft
-from peft.tuners.lora import LoraModel
 from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
@@ -49,12 +46,12 @@ STEPS = 6
 IDS = torch.arange(2, 50).reshape(2, 24)
 
 
-def is_enabled() -> bool:
+def is_enabled():
     return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 
 
 @pytest.fixture(scope="module")
-def data(model_folder, tmp_path_factory) -> Path:
+def data(model_folder, tmp_path_factory):
     """Rows of token ids, which need no prompt strategy."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     rows = [tokenizer(f"after {i} comes {i + 1}, and so on")["input_ids"] for i in range(40)]
@@ -65,7 +62,7 @@ def data(model_folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def config(model_folder, data, tmp_path) -> dict[str, Any]:
+def config(model_folder, data, tmp_path):
     """A plain QLoRA file, without the plugin."""
     return {
         "base_model": str(model_folder), "adapter": "qlora", "load_in_4bit": True,
@@ -83,80 +80,46 @@ def config(model_folder, data, tmp_path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ours(config: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def ours(config, **settings):
     return {**config, "plugins": [NAME], "moe_qlora": settings}
 
 
-def read(config: dict[str, Any]) -> Any:
-    """The configuration, by way of a file and axolotl's own validation."""
+def write(config):
     out = Path(config["output_dir"])
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "config.yml"
-    file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return load_cfg(str(file))
+    (out / "config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return str(out / "config.yml")
 
 
-def train(config: dict[str, Any]) -> tuple[Any, list[float]]:
-    """What `axolotl train` does, but that the model is handed back; it and the losses."""
-    cfg = read(config)
-    try:
-        meta = load_datasets(cfg=cfg)
-        model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=meta)
-    finally:
-        PluginManager.get_instance().post_train_unload(cfg)
-    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    return model, losses
-
-
-def load(config: dict[str, Any]) -> Any:
-    """The model as axolotl's loader leaves it, and the configuration."""
-    cfg = read(config)
-    return ModelLoader(cfg, load_tokenizer(cfg)).load()[0], cfg
-
-
-def packed(model: nn.Module) -> dict[str, Any]:
-    return {
-        f"{owner}.{name}".replace(".base_layer", ""): parametrize.read_packed(module, name)
-        for owner, module, name in parametrize.iter_packed(model)
-    }
+def read(config):
+    """The configuration, by way of a file and axolotl's own validation."""
+    return load_cfg(write(config))
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     model.eval()
     return model(input_ids=IDS).logits.float()
 
 
-def patched() -> dict[str, Any]:
-    """What a plugin could have left changed, by name."""
-    held = {f"lora.{name}": value for name, value in vars(LoraModel).items() if callable(value)}
-    held |= {f"quantizer.{name}": value for name, value in AUTO_QUANTIZER_MAPPING.items()}
-    held |= {f"loader.{name}": value for name, value in vars(ModelLoader).items()}
-    held["from_pretrained"] = PreTrainedModel.from_pretrained.__func__
-    held["get_peft_model"] = peft.get_peft_model
-    return held
-
-
 @pytest.fixture(autouse=True)
-def _off() -> Any:
+def _off():
     yield
     assert not is_enabled()
 
 
-def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_path) -> None:
-    before = patched()
+def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_path):
     run = ours(config, lora_experts=True)
     written = copy.deepcopy(run)
-    model, losses = train(run)
+    cfg = read(run)
+    model, _, trainer = axolotl.train.train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg))
+    PluginManager.get_instance().post_train_unload(cfg)
     assert run == written
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] - 0.3
-    stacks = packed(model)
-    assert {name.removeprefix("base_model.model.") for name in stacks} == {
-        f"model.layers.{layer}.mlp.experts.{name}"
-        for layer in range(2)
-        for name in ("gate_up_proj", "down_proj")
-    }
-    for stack in stacks.values():  # bnb_config_kwargs and axolotl's own defaults, to the letter
+    stacks = [parametrize.read_packed(*at[1:]) for at in parametrize.iter_packed(model)]
+    assert len(stacks) == 4
+    for stack in stacks:  # bnb_config_kwargs and axolotl's own defaults, to the letter
         assert (stack.kind, stack.nested, stack.codes.dtype) == ("nf4", None, torch.bfloat16)
     out = Path(run["output_dir"])
     saved = load_file(out / "adapter_model.safetensors")
@@ -182,15 +145,12 @@ def test_from_yaml_to_merged_model_and_back_to_plain(config, model_folder, tmp_p
     merged = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(merged), trained, atol=1e-4, rtol=1e-4)
 
-    after = patched()  # axolotl leaves patches of its own
-    left = [name for name in before if before[name] is not after[name]]
-    assert [name for name in left if after[name].__module__.startswith("moe_qlora")] == []
 
-
-def test_the_users_lists_are_kept(config) -> None:
+def test_the_users_lists_are_kept(config):
     config["lora_target_parameters"] = ["mlp.experts.down_proj"]
     config["lora_exclude_modules"] = ["model.layers.1.self_attn.v_proj"]
-    model, cfg = load(ours(config))
+    cfg = read(ours(config))
+    model = ModelLoader(cfg, load_tokenizer(cfg)).load()[0]
     assert cfg.lora_target_parameters == ["mlp.experts.down_proj"]
     assert cfg.lora_exclude_modules == ["model.layers.1.self_attn.v_proj"]
     adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
@@ -199,7 +159,7 @@ def test_the_users_lists_are_kept(config) -> None:
     assert written["target_parameters"] == ["mlp.experts.down_proj"]
 
 
-def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
+def test_dpo(config, tmp_path, monkeypatch, model_folder):
     rows = tmp_path / "pairs.jsonl"
     pairs = (
         json.dumps({"prompt": f"after {i} ", "chosen": f"comes {i + 1}", "rejected": "nothing"})
@@ -231,7 +191,7 @@ def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
     assert (logits(reloaded) - trained).abs().max() < moved / 20  # TRL trains bfloat16 adapters
 
 
-def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
+def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config):
     config["lora_exclude_modules"] = ["v_proj"]
     assert read(ours(config)).lora_exclude_modules == ["v_proj"]
     cfg = read({**config, "moe_qlora": "nonsense", "relora": None})
@@ -242,15 +202,12 @@ def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
     assert plugin.host is None
 
 
-def test_the_subcommand(config, capsys) -> None:
+def test_the_subcommand(config, capsys):
     from axolotl.cli.main import cli
 
-    out = Path(config["output_dir"])
-    out.mkdir(parents=True)
-    file = out / "config.yml"
-    file.write_text(yaml.safe_dump(ours(config)), encoding="utf-8")
+    file = write(ours(config))
     with pytest.raises(SystemExit) as end:
-        cli(["moe-experts", str(file), "--json"], standalone_mode=False)
+        cli(["moe-experts", file, "--json"], standalone_mode=False)
     assert end.value.code in (0, None)
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{") :])  # below axolotl's own banner

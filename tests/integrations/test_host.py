@@ -1,14 +1,13 @@
-"""The class that loaders are built on, and the settings of its YAML block."""
+"""The class that loaders are built on, its YAML block, and axolotl's plugin on it."""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import logging
+import re
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
@@ -16,6 +15,7 @@ import torch
 import yaml
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from small_models import fill
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -25,70 +25,67 @@ from moe_qlora.errors import AdapterError, ConfigError, DetectionError, Quantiza
 from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
 from moe_qlora.packing import parametrize
+from moe_qlora.planning.plan import plan_settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 from moe_qlora.train.flat_rows import has_flat_rows
+from tests.helpers import training
 
-NF4 = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)
-ATTENTION = ["q_proj", "v_proj"]
+NF4 = BitsAndBytesConfig(**training.NF4, bnb_4bit_compute_dtype=torch.float32)
+QLORA = {"adapter": "qlora", "load_in_4bit": True}
 
 
-def is_enabled() -> bool:
+def is_enabled():
     return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 
 
 @pytest.fixture(autouse=True)
-def _off() -> Any:
+def _off():
     yield
     assert not is_enabled()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("host") / "qwen3_moe"
     tiny_model("qwen3_moe").save_pretrained(path)
     return path
 
 
-def load(folder: Path, config: Any = NF4) -> Any:
+def load(folder, config=NF4):
     return AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32
     ).train()
 
 
-def build(folder: Path, host: ExpertsHost) -> Any:
+def build(folder, host):
     with host.loading(NF4):
         model = load(folder)
     host.after_build(model)
     return model
 
 
-def packed(model: nn.Module) -> list[str]:
+def lora(**more):
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **more)
+
+
+def adapted(folder, host):
+    """A packed model with the host's LoRA, as trained."""
+    model = build(folder, host)
+    return fill(host.after_peft(peft.get_peft_model(model, host.before_peft(model, lora()))))
+
+
+def packed(model):
     return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
 
 
 @torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model(**tiny_inputs(base)).logits.float()
 
 
-def stir(model: Any) -> Any:
-    """Give every adapter weight a value, as training would."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
-    asked = LoraConfig(r=4, target_modules=list(ATTENTION))
+def test_the_whole_way(folder, tmp_path):
+    asked = lora()
     before = copy.deepcopy(asked.to_dict())
     with ExpertsHost({"lora_experts": True, "progress": False}) as host:
         with host.loading(NF4):
@@ -98,7 +95,7 @@ def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
         trained = host.after_peft(peft.get_peft_model(model, config))
     assert report is not None and len(report.already_quantized) == len(packed(model)) == 4
     assert asked.to_dict() == before
-    stir(trained).save_pretrained(tmp_path / "adapter")
+    fill(trained).save_pretrained(tmp_path / "adapter")
     merged = host.merge(folder, tmp_path / "adapter", tmp_path / "merged")
     assert merged.rounded > 4
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
@@ -107,7 +104,7 @@ def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
         assert (logits(plain) - logits(trained)).abs().max() > 1e-2
 
 
-def test_every_unpacked_stack_is_named(folder: Path) -> None:
+def test_every_unpacked_stack_is_named(folder):
     model = load(folder)
     names = [param.name for param in detect(model)]
     with pytest.raises(QuantizationError, match="4 of 4 expert weights are not packed") as error:
@@ -117,7 +114,7 @@ def test_every_unpacked_stack_is_named(folder: Path) -> None:
     assert report is not None and [row.name for row in report.quantized] == names == packed(model)
 
 
-def test_settings_leave_experts_unpacked(folder: Path) -> None:
+def test_settings_leave_experts_unpacked(folder):
     model = build(folder, ExpertsHost({"skip_modules": ["model.layers.0"]}))
     assert len(packed(model)) == 2 and not any(".layers.0." in name for name in packed(model))
     host = ExpertsHost({"pack_experts": False})
@@ -125,20 +122,15 @@ def test_settings_leave_experts_unpacked(folder: Path) -> None:
     assert packed(model) == [] and host.before_peft(model, lora()).target_parameters is None
 
 
-def lora(**more: Any) -> LoraConfig:
-    return LoraConfig(r=4, target_modules=list(ATTENTION), **more)
-
-
-def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path, tmp_path: Path) -> None:
+def test_lists_for_a_loader_that_makes_the_config_itself(folder, tmp_path):
     """Stock PEFT over packed experts, from the lists alone, computes what ours does."""
     host = ExpertsHost({"lora_experts": ["down"], "lora_router": True})
-    right = build(folder, host)
-    right = stir(host.after_peft(peft.get_peft_model(right, host.before_peft(right, lora()))))
+    right = adapted(folder, host)
     other = build(folder, host)
-    fitted: Any = host.before_peft(other, lora(lora_dropout=0.2))
+    fitted = host.before_peft(other, lora(lora_dropout=0.2))
     names = ("target_modules", "target_parameters", "exclude_modules")
     lists = LoraConfig(r=4, **{name: getattr(fitted, name) for name in names})
-    theirs = stir(host.after_peft(peft.get_peft_model(other, lists)))
+    theirs = fill(host.after_peft(peft.get_peft_model(other, lists)))
     drops = [m.lora_dropout["default"] for m in theirs.modules() if isinstance(m, LoraLayer)]
     assert [drop.p for drop in drops] == [0.2] * 8
     torch.testing.assert_close(logits(theirs.eval()), logits(right.eval()))
@@ -149,15 +141,13 @@ def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path, tmp_path:
         assert getattr(files[0], name) == getattr(files[1], name)
 
 
-def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
+def test_a_model_is_looked_at_before_it_is_loaded(folder):
     ExpertsHost({"lora_experts": ["down"]}).check_model(folder)
     ExpertsHost({"pack_experts": False}).check_model(LlamaConfig())
     ExpertsHost().check_model(folder / "nothing")  # the loader's own error says more
     with pytest.raises(DetectionError, match="llama model holds no fused expert"):
         ExpertsHost().check_model(LlamaConfig())
-    with pytest.raises(
-        ConfigError, match=r"\['up'\], and the experts of this qwen3_moe model have"
-    ):
+    with pytest.raises(ConfigError, match=r"\['up'\], and the experts of this qwen3_moe model"):
         ExpertsHost({"lora_experts": ["up"]}).check_model(folder)
 
 
@@ -169,21 +159,18 @@ def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
         ("lora_experts: [sideways]", "Input should be 'gate_up', 'gate', 'up' or 'down'"),
         ("lora_experts: []", "lora_experts is []: Input should be a valid boolean or Tuple should"),
         ("skip_modules: [3]", "skip_modules is 3: Input should be a valid string"),
-        (
-            "prepare_training: 40",
-            "prepare_training is 40: Input should be a valid boolean or Input",
-        ),
+        ("prepare_training: 40", "prepare_training is 40: Input should be a valid boolean or In"),
         ("- pack_experts", "Input should be a valid dictionary"),
         ("{pack_experts: false, lora_experts: [down]}", "pack_experts is false, and lora_experts"),
     ],
 )
-def test_bad_yaml_is_one_sentence(block: str, words: str) -> None:
+def test_bad_yaml_is_one_sentence(block, words):
     with pytest.raises(ConfigError, match=r"^moe_qlora[.: ].*\.$") as error:
         ExpertsHost(yaml.safe_load(block))
     assert words in str(error.value) and ". " not in str(error.value)
 
 
-def test_packing_is_off_on_every_way_out(folder: Path) -> None:
+def test_packing_is_off_on_every_way_out(folder):
     host = ExpertsHost()
     with pytest.raises(OSError), host.loading():
         load(folder / "nothing")
@@ -198,7 +185,7 @@ def test_packing_is_off_on_every_way_out(folder: Path) -> None:
     assert not is_enabled()
 
 
-def test_refusals(folder: Path) -> None:
+def test_refusals(folder):
     model, plain = build(folder, ExpertsHost()), tiny_model("qwen3_moe")
     for block, call, error, words in (
         ({}, lambda host: host.after_build(plain), ConfigError, "without a BitsAndBytesConfig"),
@@ -214,11 +201,84 @@ def test_refusals(folder: Path) -> None:
             call(ExpertsHost({"lora_experts": block or False}))
 
 
+COLLIDING = {
+    "nf4_backend": "torchao",
+    "tensor_parallel_size": 2,
+    "expert_parallel_size": 4,
+    "deepspeed": "configs/zero3_bf16.json",
+    "fsdp_config": "{cpu_ram_efficient_loading: true}",
+    "experts_implementation": "grouped_mm",
+}
+REFUSED_FILES = [
+    ("adapter:", "adapter is None, and moe_qlora packs experts for LoRA: set adapter: qlora"),
+    ("load_in_4bit: false", "adapter is 'qlora' and load_in_4bit is not true: set load_in"),
+    ("adapter: lora", "adapter is 'lora' and load_in_4bit is true: set load_in_8bit: true"),
+    ("{peft_use_dora: true, moe_qlora: {lora_experts: true}}", "peft_use_dora is true, and moe_q"),
+    ("{torch_compile: auto, moe_qlora: {prepare_training: 40GiB}}", "torch_compile is set, and p"),
+    ("moe_qlora: {lora_expert: true}", "moe_qlora.lora_expert is True: Extra inputs are not"),
+    *((f"{k}: {COLLIDING.get(k, 'true')}", f"{k} is set beside") for k in settings._REFUSED),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED_FILES)
+def test_a_file_that_is_refused_is_one_sentence(text, message):
+    config = QLORA | yaml.safe_load(text)
+    before = copy.deepcopy(config)
+    with pytest.raises(ConfigError) as error:
+        settings.check(config)
+    said = str(error.value)
+    assert said.startswith(message) and said.endswith(".")
+    assert "\n" not in said and ". " not in said
+    assert config == before
+
+
+def test_good_files_pass():
+    settings.check({"adapter": "lora", "load_in_8bit": True})
+    harmless = {
+        "tensor_parallel_size": 1, "deepspeed": "configs/zero2.json", "expert_parallel_size": 1,
+        "nf4_backend": "bitsandbytes", "quantize_moe_experts": False, "relora": None,
+        "experts_implementation": "eager", "peft_use_dora": True,
+        "fsdp_config": {"cpu_ram_efficient_loading": False},
+    }  # fmt: skip
+    settings.check(QLORA | harmless)
+    assert settings.wants_packing(QLORA | harmless)
+    for nothing_packed in (
+        {"moe_qlora": {"pack_experts": False}, "quantize_moe_experts": True},
+        {"merge_lora": True, "load_in_4bit": False, "adapter": "qlora"},
+    ):
+        settings.check(nothing_packed)
+        assert not settings.wants_packing(nothing_packed)
+
+
+def test_a_validated_configuration_is_planned():
+    """`axolotl moe-experts CONFIG --gpus GPUS` gives plan what axolotl's validation left."""
+    cfg = SimpleNamespace(
+        base_model="qwen3_moe", **QLORA, micro_batch_size=2, sequence_len=256,
+        gradient_accumulation_steps=4, lora_r=8, lora_target_modules=["q_proj", "v_proj"],
+        moe_qlora={"lora_experts": True}, gradient_checkpointing=True,
+        optimizer=SimpleNamespace(value="adamw_bnb_8bit"),
+    )  # fmt: skip
+    made = plan_settings(**settings.plan_arguments(cfg, 1), search=False).settings
+    assert (made.batch, made.seq, made.rank, made.accumulation) == (2, 256, 8, 4)
+    assert (made.targets, made.optimizer) == ("q_proj,v_proj,experts", "adamw_8bit")
+    assert made.checkpointing and made.engine is None
+    assert settings.plan_arguments(cfg, 4)["engine"] == "ddp"
+    cfg.fsdp_config = {"reshard_after_forward": True}
+    assert settings.plan_arguments(cfg, 4)["engine"] == "fsdp"
+    for change, message in (
+        ({"adapter": None}, "adapter is None, and plans are of LoRA on packed"),
+        ({"load_in_4bit": None}, "adapter is 'qlora', and plans are of LoRA on packed"),
+        ({"lora_target_modules": ".*q_proj"}, "lora_target_modules is '.*q_proj', and plans take"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            settings.plan_arguments(SimpleNamespace(**{**vars(cfg), **change}), 1)
+
+
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plugin(monkeypatch):
     """axolotl's plugin, on stand-ins of the two names that its file takes from axolotl."""
     base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
-    base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
+    base.BasePlugin, log.get_logger = object, logging.getLogger
     for name in ("axolotl", "axolotl.integrations", "axolotl.utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for module in (base, log):
@@ -229,10 +289,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
     return ours.MoeQloraPlugin()
 
 
-def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_path: Path) -> None:
+def test_the_plugins_hooks_on_a_saved_adapter(plugin, folder, tmp_path):
     host = ExpertsHost({"lora_experts": True})
-    trained = build(folder, host)
-    trained = stir(host.after_peft(peft.get_peft_model(trained, host.before_peft(trained, lora()))))
+    trained = adapted(folder, host)
     trained.save_pretrained(tmp_path)
     cfg = {
         "plugins": [settings.PLUGIN], "adapter": "qlora", "load_in_4bit": True,
@@ -245,7 +304,7 @@ def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_pat
     plugin.post_model_build(cfg, model)
     assert not is_enabled() and len(packed(model)) == 4
     plugin.pre_lora_load(cfg, model)
-    again: Any = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
+    again = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
     plugin.post_lora_load(cfg, again)
     drops = [m.lora_dropout["default"] for m in again.modules() if isinstance(m, LoraLayer)]
     assert [drop.p for drop in drops] == [0.2] * 8

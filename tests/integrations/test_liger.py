@@ -1,4 +1,4 @@
-"""Liger over packed experts: whatever it replaces, and whenever, they run this package's forward.
+"""Liger over packed experts, which keep this package's forward; and Liger's loss in one model.
 
 Liger's kernels need CUDA. Here its two functions for experts and MLPs are plain torch, the one for
 experts counts its calls, and norms, rotary embedding and loss stay what they are.
@@ -7,21 +7,31 @@ experts counts its calls, and norms, rotary embedding and loss stay what they ar
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
 
 import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 import trl
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoTokenizer
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
+from moe_qlora.testing import model_class, requires_gpu, tiny_config, tiny_inputs, tiny_model
+from moe_qlora.train.liger import apply_liger
 from tests.helpers.plans import plan
-from tests.helpers.training import NF4, adapted, assert_same, loaded, results
+from tests.helpers.training import (
+    NF4,
+    adapted,
+    assert_same,
+    assert_same_training,
+    loaded,
+    logged_losses,
+    results,
+)
 
 pytest.importorskip("liger_kernel")
 
@@ -32,19 +42,15 @@ CPU = {
     "rope": False, "rms_norm": False, "layer_norm": False, "cross_entropy": False,
     "fused_linear_cross_entropy": False,
 }  # fmt: skip
+# When Liger is applied: before the model is built, before packing, before PEFT, after it.
 WAYS = ("class", "instance", "packed", "adapted")
-"""When Liger is applied: before the model is built, before packing, before PEFT, after it."""
 
 
 class FusedExperts:
-    """Computes what `LigerFusedMoEFunction` does, and counts calls."""
-
     calls = 0
 
     @classmethod
-    def apply(
-        cls, x: Tensor, first: Tensor, second: Tensor, index: Tensor, scale: Tensor
-    ) -> Tensor:
+    def apply(cls, x, first, second, index, scale):
         cls.calls += 1
         out = torch.zeros_like(x)
         for expert in range(len(first)):
@@ -57,7 +63,7 @@ class FusedExperts:
 
 class SiLUMul:
     @staticmethod
-    def apply(gate: Tensor, up: Tensor, *multipliers: float) -> Tensor:
+    def apply(gate, up, *multipliers):
         assert set(multipliers) <= {1.0}
         return F.silu(gate) * up
 
@@ -75,7 +81,7 @@ def liger(monkeypatch):
         vars(module).update(names)
 
 
-def apply(target: Any) -> None:
+def apply(target):
     """Apply Liger to a model, or to the classes of a model type."""
     if isinstance(target, str):
         monkey_patch._apply_liger_kernel(target, **CPU)
@@ -83,13 +89,11 @@ def apply(target: Any) -> None:
         monkey_patch._apply_liger_kernel_to_instance(target, **CPU)
 
 
-def build(model_type: str, way: str | None = None) -> Any:
+def build(model_type, way=None):
     """A packed model with LoRA, to which Liger was applied at some point; in training mode."""
-    state = tiny_model(model_type).state_dict()
     if way == "class":
         apply(model_type)
     model = tiny_model(model_type)
-    model.load_state_dict(state)
     if way == "instance":
         apply(model)
     moe_qlora.quantize_experts(model, NF4)
@@ -126,21 +130,19 @@ def test_a_trainer_with_the_switch(device, model_folder, tmp_path):
     """`use_liger_kernel=True`, twice in one process: the second model is of Liger's class."""
     on_cpu = device == "cpu"
 
-    def losses(**switch: Any) -> list[float]:
+    def losses(**switch):
         torch.manual_seed(0)
-        common: dict[str, Any] = {
-            "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2,
-            "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no", "report_to": [],
-            "use_cpu": on_cpu, "disable_tqdm": True, "gradient_checkpointing": True, **switch,
-        }  # fmt: skip
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[],
+            learning_rate=5e-3, logging_steps=1, save_strategy="no", use_cpu=on_cpu,
+            disable_tqdm=True, gradient_checkpointing=True, **switch,
+        )  # fmt: skip
         model = adapted(loaded(model_folder, device_map={"": device}), "all-linear")
-        data = datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(6)])
+        data = datasets.Dataset.from_list([{"text": f"one and {i} and more"} for i in range(4)])
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        trained = trl.SFTTrainer(
-            model, args=trl.SFTConfig(**common), train_dataset=data, processing_class=tokenizer
-        )
+        trained = trl.SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
         trained.train()
-        return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+        return logged_losses(trained)
 
     plain = losses()
     for _ in range(2):
@@ -160,3 +162,103 @@ def test_plans_in_the_same_process():
     monkey_patch._apply_liger_kernel("qwen3_moe", **{**CPU, "rms_norm": True})
     with pytest.raises(ConfigError, match="plan before Liger is applied"):
         plan(config)
+
+
+def batch(model):
+    ids = tiny_inputs(model)["input_ids"]
+    labels = ids.clone()
+    labels[:, :1] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@requires_gpu(1)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_the_loss_is_that_of_transformers(model_type):
+    model = tiny_model(model_type).cuda().train()
+    inputs = {name: value.cuda() for name, value in batch(model).items()}
+    model.requires_grad_(False)
+    weight = model.get_input_embeddings().weight.requires_grad_(True)
+
+    def run():
+        loss = model(**inputs).loss
+        return loss.item(), {"embeddings": torch.autograd.grad(loss, weight)[0]}
+
+    plain = run()
+    with apply_liger(model):
+        assert_same_training(run(), plain, 1e-3)
+
+
+@pytest.mark.parametrize(("given", "larger"), [({}, 8), ({"chunk_mem_const": 1}, 1)])
+def test_chunks_are_larger_unless_the_call_says(given, larger, monkeypatch):
+    """Liger's function needs a GPU: here it is asked."""
+    model = tiny_model("qwen3_moe").train()
+    asked = []
+
+    def loss(**options):
+        asked.append(options)
+        return options["hidden_states"].sum()
+
+    with apply_liger(model):
+        monkeypatch.setitem(model.forward.__func__.__globals__, "LigerForCausalLMLoss", loss)
+        model(**batch(model), **given)
+        model(input_ids=batch(model)["input_ids"])
+    assert [options["chunk_mem_const"] for options in asked] == [larger]
+    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
+
+
+def with_adapter(model):
+    config = LoraConfig(r=2, target_modules=["lm_head", "q_proj"])
+    return get_peft_model(model, config).get_base_model()
+
+
+def with_codes(model):
+    model.lm_head.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def with_loss(model):
+    model.loss_function = lambda *args, **kwargs: torch.tensor(42.0)
+
+
+def failing(model):
+    def fails(model, **_):
+        model.forward = model.model.forward
+        raise ImportError("cannot import name 'Gone'")
+
+    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN["qwen3_moe"] = fails
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "words"),
+    [
+        ("qwen3_moe", with_adapter, "the head has LoRA"),
+        ("qwen3_moe", with_codes, "the head is quantized"),
+        ("qwen3_moe", with_loss, "loss_function was set"),
+        ("qwen3_moe", failing, "Liger fails on qwen3_moe .*Gone"),
+        ("llama4_text", None, "replaces the forward of all llama4_text models"),
+        ("glm4_moe", None, "Liger has no kernels for glm4_moe"),
+    ],
+)
+def test_where_the_loss_stays_the_models(model_type, change, words, monkeypatch):
+    of_types = dict(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    monkeypatch.setattr(monkey_patch, "MODEL_TYPE_TO_APPLY_LIGER_FN", of_types)
+    model = tiny_model(model_type)
+    if change is not None:
+        model = change(model) or model
+    before = dict(vars(model)), vars(type(model))["forward"]
+    with pytest.raises(ConfigError, match=words):
+        apply_liger(model)
+    assert (dict(vars(model)), vars(type(model))["forward"]) == before
+
+
+def test_nothing_is_left_behind():
+    model = tiny_model("qwen3_moe")
+    file = sys.modules[type(model).__module__]
+
+    def everything():
+        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(file))
+
+    before = everything()
+    with apply_liger(model):
+        assert model.forward.__module__.startswith("liger_kernel.")
+        assert everything()[1] == before[1]  # Of the next model, too
+    assert everything() == before

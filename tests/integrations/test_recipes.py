@@ -1,14 +1,10 @@
-"""The recipes of tools/recipes, as they are, on tiny models and the CPU.
-
-Scripts run in this process, the notebook in a kernel of its own.
-"""
+"""The recipes of tools/recipes, scripts and notebooks, as they are, on tiny models and the CPU."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
 import json
-import os
 import re
 import runpy
 import shutil
@@ -16,12 +12,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 import transformers
 import trl
-from nbclient import NotebookClient
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -38,7 +32,7 @@ STEPS = 2
 
 spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
 run_all = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = run_all  # dataclasses look there
+sys.modules[spec.name] = run_all
 spec.loader.exec_module(run_all)
 from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
 
@@ -68,37 +62,41 @@ def one_rank(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data of each kind; models are written beside them when a recipe asks for one."""
-    root = tmp_path_factory.mktemp("recipes")
-    for kind, make in run_all.DATA.items():
-        lines = [json.dumps(make(i)) for i in range(3 if kind == "text" else 20)]
-        (root / f"{kind}.jsonl").write_text("\n".join(lines))
+    run_all.write_data(root := tmp_path_factory.mktemp("recipes"), 20)
+    lines = (root / "text.jsonl").read_text().splitlines()
+    (root / "text.jsonl").write_text("\n".join(lines[:3]))
     return root
 
 
-def model_of(kind, folder):
-    """The folder of a tiny model of this kind, made on first use."""
-    model = folder / kind
-    if not model.exists():
-        run_all.write_model(model, kind, tiny=True)
-    return model
+model_of = partial(run_all.model_of, tiny=True)
 
 
-LENGTHS = {
-    "tasks": ["--length", "8"],
-    "pairs": ["--seq", "48"],
-    "text": ["--seq", "16"],
-    "chats": ["--seq", "64"],
-}
+LENGTHS = {"tasks": "--length 8", "pairs": "--seq 48", "text": "--seq 16", "chats": "--seq 64"}
+
+
+def run_script(name, monkeypatch, *arguments):
+    """Run a script as `python tools/recipes/NAME.py` does, and return its variables."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+def run_notebook(name, monkeypatch, **settings):
+    """Run a notebook's cells, the first with other settings, and return its variables."""
+    monkeypatch.chdir(FOLDER)
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    first, *rest = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    changed = [f"{key} = {value!r}" for key, value in settings.items()]
+    exec("\n".join([first, *changed, *rest]), found := {})  # noqa: S102 - the notebook's own code
+    return found
 
 
 def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
-    """Run a recipe as `python tools/recipes/NAME.py` does, and return its variables."""
+    """Run a recipe on data of its kind."""
     recipe = run_all.RECIPES[name]
     model = model_of(recipe.model, folder) if model is None else model
-    arguments = [str(folder / f"{recipe.data}.jsonl"), str(out), "--model", str(model)]
-    arguments += [*LENGTHS[recipe.data], "--steps", str(steps), *more]
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    return runpy.run_path(str(FOLDER / f"{name}.py"))
+    arguments = [folder / f"{recipe.data}.jsonl", out, "--model", model]
+    arguments += [*LENGTHS[recipe.data].split(), "--steps", steps]
+    return run_script(name, monkeypatch, *arguments, *more)
 
 
 @pytest.fixture
@@ -132,15 +130,6 @@ def test_attention_and_experts(name, kind, layers, folder, tmp_path, monkeypatch
     found = factors(tmp_path)
     assert found == ALL if layers is ALL else layers <= found
     assert evaluated() == (2 if name == "continued" else 3)  # before, and after each step
-
-
-def test_text_of_gemma_4(folder, tmp_path, monkeypatch):
-    model = tmp_path / "model"
-    sizes = {"vocab_size": 300, "vocab_size_per_layer_input": 300}
-    tiny_model("gemma4_text", **sizes).save_pretrained(model)
-    write_tokenizer(model)
-    run("qwen3_24gb", folder, tmp_path, monkeypatch, model=model)
-    assert {"experts", "base_layer", "q_proj"} <= factors(tmp_path)
 
 
 class PictureProcessor:
@@ -198,15 +187,12 @@ def pictures(tmp_path, monkeypatch):
 def test_vision(form, pictures, tmp_path, monkeypatch, evaluated):
     (folder, data), out = pictures, tmp_path / "out"
     if form == "script":
-        arguments = [data, str(out), "--model", folder, "--seq", "64", "--steps", str(STEPS)]
-        monkeypatch.setattr(sys, "argv", ["vision", *arguments])
-        found = runpy.run_path(str(FOLDER / "vision.py"))
+        options = ("--model", folder, "--seq", 64, "--steps", STEPS)
+        found = run_script("vision", monkeypatch, data, out, *options)
         assert evaluated() == 3
     else:
-        cells = [c.source for c in notebook("vision").cells if c.cell_type == "code"]
         settings = {"MODEL": folder, "DATA": data, "OUT": str(out), "STEPS": STEPS}
-        cells[0] = "\n".join(f"{name} = {value!r}" for name, value in settings.items())
-        exec("\n".join(cells), found := {})  # noqa: S102 - the notebook's own code
+        found = run_notebook("vision", monkeypatch, **settings)
     assert factors(out) == ALL
     model = found["model"]
     assert len(list(parametrize.iter_packed(model))) == 4
@@ -228,9 +214,7 @@ def test_two_gpus(folder, tmp_path, monkeypatch, evaluated):
 @pytest.mark.parametrize("arguments", [["loop"], ["loop", "--ddp"], ["sft", "--ddp"]])
 def test_parallel(arguments, folder, tmp_path, monkeypatch, evaluated):
     name, *options = arguments
-    paths = [str(model_of("qwen3_moe", folder)), str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [name, *paths, *options])
-    runpy.run_path(str(FOLDER / f"{name}.py"))
+    run_script(name, monkeypatch, model_of("qwen3_moe", folder), tmp_path, *options)
     assert factors(tmp_path) == ALL
     assert evaluated() == (1 if name == "loop" else 2)
 
@@ -240,8 +224,8 @@ def test_trl(name, folder, tmp_path, monkeypatch, evaluated):
     trainer = run(name, folder, tmp_path, monkeypatch)["trainer"]
     assert trainer.state.global_step == STEPS
     assert len(list(parametrize.iter_packed(trainer.model))) == 4
-    names = factors(tmp_path, trained=name == "dpo")  # random text may all be rewarded alike
-    assert names == ALL
+    # random text may all be rewarded alike
+    assert factors(tmp_path, trained=name == "dpo") == ALL
     assert evaluated() == (3 if name == "dpo" else 2)
 
 
@@ -265,25 +249,15 @@ def test_chat(folder, tmp_path, monkeypatch, evaluated, capsys):
     assert any(".experts.3.down_proj.lora_B" in key for key in served)
 
 
-class Stop(Exception):
-    """Ends a recipe where it begins to train."""
-
-
-@pytest.fixture
-def trainers(monkeypatch):
-    """The trainers that recipes have made; each recipe ends, with `Stop`, when it would train."""
+@pytest.mark.parametrize("marks", [True, False])
+def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch):
     made = []
 
     def stop(self, **_):
         made.append(self)
-        raise Stop
+        raise InterruptedError
 
     monkeypatch.setattr(trl.SFTTrainer, "train", stop)
-    return made
-
-
-@pytest.mark.parametrize("marks", [True, False])
-def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, trainers):
     model = shutil.copytree(model_of("qwen3_moe", folder), tmp_path / "model")
     if not marks:
         template = model / "chat_template.jinja"
@@ -291,39 +265,20 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     turns = [("user", "one"), ("assistant", "a b"), ("user", "two"), ("assistant", "c d")]
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 11))
-    with pytest.raises(Stop):
+    with pytest.raises(InterruptedError):
         run("chat", tmp_path, tmp_path / "out", monkeypatch, "--seq", "128", model=model)
-    (trainer,) = trainers
-    learned = set()
-    for row in trainer.train_dataset:
-        kept = [label for label in row["labels"] if label >= 0]
-        learned.add(trainer.processing_class.decode(kept))
+    (trainer,) = made
+    rows = [[i for i in row["labels"] if i >= 0] for row in trainer.train_dataset]
+    learned = set(map(trainer.processing_class.decode, rows))
     assert learned == ({"a b<|end|>c d<|end|>"} if marks else {"a b<|end|>", "c d<|end|>"})
     assert len(trainer.train_dataset) == (10 if marks else 20)
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def notebook(name="quickstart"):
-    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-
-
-def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))  # not the user's
-    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]), prepend=os.pathsep)
-    book = notebook()
-    (place,) = (
-        i for i, cell in enumerate(book.cells) if "parameters" in cell.metadata.get("tags", ())
-    )
+def test_the_quickstart_runs_from_plan_to_server(folder, tmp_path, monkeypatch, capsys):
     model, out = str(model_of("olmoe", folder)), tmp_path / "out"
-    settings = {"MODEL": model, "OUT": str(out), "SEQ": 512, "STEPS": 4}
-    lines = [f"{name} = {value!r}" for name, value in settings.items()]
-    book.cells.insert(place + 1, nbformat.v4.new_code_cell("\n".join(lines)))
-    resources = {"metadata": {"path": str(FOLDER)}}
-    NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
-    text = "".join(
-        output.text for cell in book.cells for output in cell.get("outputs", ()) if "text" in output
-    )
+    run_notebook("quickstart", monkeypatch, MODEL=model, OUT=str(out), SEQ=512, STEPS=4)
+    text = capsys.readouterr().out
     assert "Fits 12GiB: True" in text
     assert "model.layers.0.mlp.experts.gate_up_proj: nf4, (4, 192, 64)" in text
     losses = re.search(r"Loss on the held-out replies: ([\d. ]+)", text)[1].split()
@@ -331,10 +286,8 @@ def test_the_notebook_runs_from_plan_to_server(folder, tmp_path, monkeypatch):
     assert factors(out / "adapter") == ALL
     assert "loss" in (out / "report.html").read_text().lower()
     assert f"chat={out}/vllm" in text and f"vllm serve {out}/merged" in text
-    before, after = (
-        load_file(where / "model.safetensors") for where in (Path(model), out / "merged")
-    )
+    before = load_file(Path(model) / "model.safetensors")
+    after = load_file(out / "merged/model.safetensors")
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert {key.split(".")[-2] for key in changed} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    }
+    expected = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+    assert {key.split(".")[-2] for key in changed} == set(expected.split())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -25,24 +24,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler and Tra
 class Board(TensorBoardCallback):
     """TensorBoard's callback on a writer that keeps what it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tb_writer, self._SummaryWriter = self, None
         self.logging_dir, self.seen = "", [Counter[int]() for _ in range(2)]
-        self.scalars: dict[tuple[str, int], float] = {}
-        self.slow: dict[int, list[Counter[int]]] = {}
+        self.scalars = {}
+        self.slow = {}
         self.add_text = self.flush = self.close = lambda *_: None
 
-    def add_scalar(self, name: str, value: float, step: int) -> None:
+    def add_scalar(self, name, value, step):
         self.scalars[name, step] = value
 
-    def add_image(self, name: str, image: Any, step: int, dataformats: str) -> None:
+    def add_image(self, name, image, step, dataformats):
         assert image.ndim == 3 and image.shape[2] == 3 and dataformats == "HWC"
         self.slow[step] = [count.copy() for count in self.seen]
         for count in self.seen:
             count.clear()
 
 
-def trainer_of(model: Any, out: Any, board: Any, rows: int = 2 * STEPS) -> Trainer:
+def trainer_of(model, out, board, rows=2 * STEPS):
     ids = torch.randint(5, 40, (rows, TOKENS), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in ids]
     args = TrainingArguments(
@@ -55,9 +54,9 @@ def trainer_of(model: Any, out: Any, board: Any, rows: int = 2 * STEPS) -> Train
     return trainer
 
 
-def trained(out: Any, compiled: bool) -> tuple[Board, list[dict[str, Any]]]:
+def trained(out, compiled):
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
-    base: Any = training.packed("qwen3_moe", **sizes)
+    base = training.packed("qwen3_moe", **sizes)
     torch.manual_seed(0)
     model = moe_qlora.get_peft_model(base, LoraConfig(r=2, target_modules=[]), experts=True)
     board = Board()
@@ -66,7 +65,7 @@ def trained(out: Any, compiled: bool) -> tuple[Board, list[dict[str, Any]]]:
             layer.compile(backend="aot_eager")
             continue
 
-        def slow(gate: Any, args: Any, out: Any, count: Counter[int] = count) -> None:
+        def slow(gate, args, out, count=count):
             if gate.training and torch._C._current_graph_task_id() == -1:  # no recomputation
                 count.update(out[-1].flatten().tolist())
 
@@ -110,7 +109,7 @@ def test_layers_without_hooks_and_models_without_experts_are_refused(tmp_path, m
 
 
 def test_recomputed_forwards_count_once_and_ids_of_no_expert_apart():
-    model: Any = training.adapted(training.packed("qwen3_moe"))
+    model = training.adapted(training.packed("qwen3_moe"))
     model.train().enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, top_k = torch.arange(24).view(2, 12), model.config.num_experts_per_tok

@@ -4,194 +4,151 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 
 import peft
 import pytest
 import torch
 from peft import LoraConfig, prepare_model_for_kbit_training
 from safetensors.torch import load_file
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.packing import parametrize
-from tests.helpers.training import NF4, assert_same, loaded
+from moe_qlora.testing import tiny_model
+from tests.helpers.training import NF4, assert_same_training, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
-STEPS = 10
+STEPS = 6
+ROWS = [(torch.arange(16) * 7 + index % 5) % 200 + 2 for index in range(64)]  # somewhat alike
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-class Lines(Dataset):
-    """Rows of 16 tokens, all somewhat alike."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        ids = (torch.arange(16) * 7 + index % 5) % 200 + 2
-        return {"input_ids": ids, "labels": ids}
-
-
-def lora_config():
-    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def adapted_model(folder, way="ours", prepare=()):
-    """A PeftModel over packed experts, the same each time.
-
-    Args:
-        folder: Of the plain model.
-        way: Who makes the PeftModel, "ours" or "stock"; "post-build" packs after loading.
-        prepare: Where `prepare_model_for_kbit_training` is called.
-    """
-    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    if way == "post-build":
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.float32
-        )
-        if "before packing" in prepare:
-            model = prepare_model_for_kbit_training(model, **options)
-        moe_qlora.quantize_experts(model)
-    else:
-        model = loaded(folder)
-    if "after packing" in prepare:
-        model = prepare_model_for_kbit_training(model, **options)
+def adapted(model, way="ours"):
+    """The PeftModel, the same each time; `way` is who makes it."""
     torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     if way == "stock":
-        config = moe_qlora.adapt_lora_config(model, lora_config(), experts=True)
-        return peft.get_peft_model(model, config)
-    return moe_qlora.get_peft_model(model, lora_config(), experts=True)
+        lora = moe_qlora.adapt_lora_config(model, lora, experts=True)
+        return peft.get_peft_model(model, lora)
+    return moe_qlora.get_peft_model(model, lora, experts=True)
 
 
-def trainer(model, out, **options):
+def prepared(model):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    return prepare_model_for_kbit_training(model, **options)
+
+
+def packed_after_the_load(folder, prepare=lambda model: model):
+    config = BitsAndBytesConfig(**NF4)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.float32
+    )
+    model = prepare(model)
+    moe_qlora.quantize_experts(model)
+    return model
+
+
+def trained(model, out, resume=None, **options):
+    """The trainer, after its run."""
     keywords = {
         "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 4,
-        "learning_rate": 5e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1,
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **options,
     }  # fmt: skip
-    return Trainer(
-        model=model,
-        args=TrainingArguments(**keywords),
-        train_dataset=Lines(),
-        eval_dataset=torch.utils.data.Subset(Lines(), range(8)),
-    )
+    data = [{"input_ids": row, "labels": row} for row in ROWS]
+    run = Trainer(model, TrainingArguments(**keywords), train_dataset=data, eval_dataset=data[:8])
+    run.train(resume_from_checkpoint=resume)
+    return run
 
 
-def losses(trained):
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-
-
-def adapter(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+def recorded(run):
+    """Losses, in evaluation too, and the adapter."""
+    evaluated = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
+    return logged_losses(run) + evaluated, trained_weights(run.model)
 
 
 def codes(model):
-    stacks = (
-        parametrize.read_packed(module, name) for _, module, name in parametrize.iter_packed(model)
-    )
+    stacks = (parametrize.read_packed(m, name) for _, m, name in parametrize.iter_packed(model))
     return [part.clone() for one in stacks for part in (one.codes, one.absmax)]
 
 
 @pytest.fixture(scope="module")
-def reference(model_folder, tmp_path_factory):
-    """Losses and adapter of a run without anything around it."""
-    with pytest.MonkeyPatch.context() as patch:
-        import bitsandbytes.nn.modules
-
-        patch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: False)
-        run = trainer(adapted_model(model_folder), tmp_path_factory.mktemp("reference"))
-        run.train()
-    return losses(run), adapter(run.model)
+def plain(model_folder, tmp_path_factory):
+    """What a run records without anything around it."""
+    return recorded(trained(adapted(loaded(model_folder)), tmp_path_factory.mktemp("plain")))
 
 
-@pytest.mark.parametrize("way", ["ours", "stock", "post-build"])
-def test_ten_steps(way, reference, model_folder, tmp_path):
-    model = adapted_model(model_folder, way)
-    before = adapter(model)
-    run = trainer(model, tmp_path)
+@pytest.fixture(scope="module")
+def evaluated(model_folder, tmp_path_factory):
+    """A run with evaluations and checkpoints, and its folder."""
+    out = tmp_path_factory.mktemp("evaluated")
+    # so that the best is not the last one
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    best["greater_is_better"] = True
+    return trained(adapted(loaded(model_folder)), out, **SAVING, **best), out
+
+
+@pytest.mark.parametrize("way", ["stock", "packed after the load"])
+def test_every_adapter_is_trained_and_no_code_changes(way, plain, model_folder, tmp_path):
+    model = packed_after_the_load(model_folder) if way[0] == "p" else loaded(model_folder)
+    model = adapted(model, way)
+    before = trained_weights(model)
+    run = trained(model, tmp_path)
     assert getattr(model, "hf_device_map", None) is None
-    run.train()
-    assert losses(run) == reference[0]
-    assert losses(run)[-1] < losses(run)[0] - 0.5
-    assert_same(adapter(model), reference[1])
-    assert not any(torch.equal(value, before[name]) for name, value in adapter(model).items())
+    losses, weights = recorded(run)
+    assert_same_training((losses, weights), plain)
+    assert losses[-1] < losses[0] - 0.5
+    assert not any(torch.equal(value, before[name]) for name, value in weights.items())
     for left, right in zip(codes(model), codes(loaded(model_folder)), strict=True):
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize(
-    ("way", "prepare", "reentrant"),
-    [
-        ("ours", (), True),
-        ("ours", (), False),
-        ("ours", ["after packing"], None),
-        ("post-build", ["before packing"], None),
-    ],
-)
-def test_checkpointing_and_preparation_do_no_harm(
-    way, prepare, reentrant, reference, model_folder, tmp_path
-):
+@pytest.mark.parametrize("way", ["reentrant", "after packing", "before packing"])
+def test_checkpointing_and_preparation_do_no_harm(way, plain, model_folder, tmp_path):
     """Preparation turns checkpointing on, and upcasts 16-bit weights: nothing here, no codes."""
-    how = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    options = {} if reentrant is None else {"gradient_checkpointing": True, **how}
-    run = trainer(adapted_model(model_folder, way, prepare), tmp_path, **options)
-    run.train()
+    options = {}
+    if way == "before packing":
+        model = packed_after_the_load(model_folder, prepared)
+    elif way == "after packing":
+        model = prepared(loaded(model_folder))
+    else:
+        model, options = loaded(model_folder), {"gradient_checkpointing": True}
+        options["gradient_checkpointing_kwargs"] = {"use_reentrant": True}
+    run = trained(adapted(model), tmp_path, **options)
     assert any(getattr(each, "gradient_checkpointing", False) for each in run.model.modules())
-    assert losses(run) == reference[0]
-    assert_same(adapter(run.model), reference[1])
+    assert_same_training(recorded(run), plain)
 
 
-def test_evaluation_and_the_best_model(reference, model_folder, tmp_path):
-    """Evaluation changes nothing; the best checkpoint's adapter is left at the end."""
-    run = trainer(
-        adapted_model(model_folder),
-        tmp_path,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,  # so that the best is not the last one
-    )
-    run.train()
-    assert losses(run) == reference[0]
-    measured = [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e]
-    assert len(measured) == STEPS // 2
-    assert measured == sorted(measured, reverse=True)
-    assert Path(run.state.best_model_checkpoint).name == "checkpoint-2"
-    stored = load_file(tmp_path / "checkpoint-2/adapter_model.safetensors")
-    for name, value in adapter(run.model).items():
-        assert torch.equal(stored[name.replace(".default", "")], value), name
+def test_evaluation_changes_nothing_and_the_best_adapter_is_left(plain, evaluated):
+    run, out = evaluated
+    losses, weights = recorded(run)
+    assert losses[:STEPS] == plain[0]
+    measured = losses[STEPS:]
+    assert len(measured) == STEPS // 2 and measured == sorted(measured, reverse=True)
+    assert run.state.best_model_checkpoint.endswith("checkpoint-2")
+    stored = load_file(out / "checkpoint-2/adapter_model.safetensors")
+    named = {name.replace(".default", ""): value for name, value in weights.items()}
+    assert_same_training((0, named), (0, stored))
     assert run.evaluate()["eval_loss"] == measured[0]
 
 
 @pytest.mark.parametrize("way", ["ours", "stock"])
-def test_resume_is_bit_equal(way, reference, model_folder, tmp_path):
-    saving = {"save_strategy": "steps", "save_steps": 4}
-    first = trainer(adapted_model(model_folder, way), tmp_path, **saving)
-    first.train()
-    assert losses(first) == reference[0]
-    resumed = trainer(adapted_model(model_folder, way), tmp_path, **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert losses(resumed) == reference[0]
-    assert_same(adapter(resumed.model), reference[1])
+def test_resume_is_bit_equal(way, plain, evaluated, model_folder, tmp_path):
+    model = adapted(loaded(model_folder), way)
+    run = trained(model, tmp_path, str(evaluated[1] / "checkpoint-2"), **SAVING)
+    assert_same_training((logged_losses(run), trained_weights(model)), plain)
 
 
-def test_checkpoints_hold_the_adapter_alone(model_folder, tmp_path):
-    run = trainer(
-        adapted_model(model_folder), tmp_path, max_steps=2, save_strategy="steps", save_steps=2
-    )
-    run.train()
-    run.save_model(tmp_path / "last")
-    for folder in (tmp_path / "checkpoint-2", tmp_path / "last"):
+def test_checkpoints_hold_the_adapter_alone(evaluated, model_folder, tmp_path):
+    run, out = evaluated
+    run.save_model(tmp_path)
+    for folder in (out / "checkpoint-2", tmp_path):
         names = {file.name for file in folder.iterdir()}
         assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= names
         assert not names & {"model.safetensors", "pytorch_model.bin", "config.json"}
         size = (folder / "adapter_model.safetensors").stat().st_size
-        assert size < 1.1 * sum(value.nbytes for value in adapter(run.model).values()) + 10_000
+        assert size < 1.1 * sum(t.nbytes for t in trained_weights(run.model).values()) + 10_000
         written = json.loads((folder / "adapter_config.json").read_text())
         assert written["base_model_name_or_path"] == str(model_folder)
     decoded = loaded(model_folder)
@@ -199,10 +156,51 @@ def test_checkpoints_hold_the_adapter_alone(model_folder, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", FutureWarning)
-        stock = peft.PeftModel.from_pretrained(decoded, tmp_path / "last")
+        stock = peft.PeftModel.from_pretrained(decoded, tmp_path)
     ids = torch.tensor([[5, 12, 19, 26, 33]])
     with torch.no_grad():
         expected = run.model.eval()(input_ids=ids).logits
         torch.testing.assert_close(stock(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
         with stock.disable_adapter():
             assert not torch.allclose(stock(input_ids=ids).logits, expected, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("regional", [False, True], ids=["whole", "regional"])
+def test_compiled_training_is_the_same_and_compiles_at_the_first_step_alone(
+    regional, model_folder, tmp_path, monkeypatch
+):
+    options = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    plain = trained(adapted(loaded(model_folder)), tmp_path, **options)
+    torch.compiler.reset()
+    # TrainingArguments writes the first of these.
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", str(regional))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    # By regions, modules of all kinds share torch's own wrapper, which is compiled for each kind.
+    options |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    with torch._dynamo.config.patch(error_on_recompile=not regional):
+        compiled = trained(adapted(loaded(model_folder)), tmp_path, **options)
+    assert counters["stats"]["unique_graphs"] == (6 if regional else 1)
+    assert not counters["graph_break"]
+    assert_same_training(recorded(compiled), recorded(plain), 1e-4)
+    torch.compiler.reset()
+
+
+def test_experts_in_host_memory_train_evaluate_save_and_resume_as_resident_ones(tmp_path):
+    tiny_model("qwen3_moe", num_hidden_layers=3, vocab_size=256).save_pretrained(tmp_path / "model")
+
+    def run(out, offload, resume=None):
+        with moe_qlora.enabled(offload=offload):
+            model = loaded(tmp_path / "model", {**NF4, "llm_int8_skip_modules": ["self_attn"]})
+        return trained(adapted(prepared(model)), tmp_path / out, resume, **SAVING)
+
+    plain, hosted = run("plain", offload=False), run("hosted", offload=True)
+    assert_same_training(recorded(hosted), recorded(plain))
+    assert "on host" in repr(hosted.model)
+    saved = tmp_path / "hosted/checkpoint-2"
+    names = {path.name for path in saved.iterdir()}
+    assert names == {path.name for path in (tmp_path / "plain/checkpoint-2").iterdir()}
+    resumed = run("again", offload=True, resume=str(saved))
+    assert_same_training(recorded(resumed), recorded(plain))

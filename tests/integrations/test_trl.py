@@ -19,66 +19,50 @@ from upstream import TRANSFORMERS
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.train.flat_rows import has_flat_rows
-from tests.helpers.training import NF4
-from tests.helpers.training import loaded as load
+from tests.helpers.training import NF4, assert_same, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-STEPS = 8
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+STEPS = 6
+KINDS = {
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "reward": (trl.RewardTrainer, trl.RewardConfig),
+    "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+}
 
 
-def lora_config():
-    return LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
+def trainer(kind, way, folder, out, *, evaluate=False, lora=LORA, **options):
     """One of TRL's trainers, given what `way` says; everything else is as a user would have it."""
-    lora = lora_config() if lora is None else lora
     keywords = {
         "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 2,
-        "learning_rate": 5e-3, "lr_scheduler_type": "constant", "logging_steps": 1,
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1,
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **options,
     }  # fmt: skip
-    more = {}
+    more = {"eval_dataset": rows(kind).select(range(4))} if evaluate else {}
     if kind == "grpo":
         keywords |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
-        more["reward_funcs"] = letters
+        more["reward_funcs"] = lambda completions, **_: [float(len(set(x))) for x in completions]
+    torch.manual_seed(1)
+    model = way
     if way == "folder":
         model, more["quantization_config"] = str(folder), BitsAndBytesConfig(**NF4)
         more["peft_config"] = dataclasses.replace(lora, target_parameters=EXPERTS)
-    else:
-        torch.manual_seed(1)
-        model = load(folder)
-        if way == "packed":
-            more["peft_config"] = moe_qlora.adapt_lora_config(model, lora, experts=True)
-        elif way == "plain":
-            more["peft_config"] = lora
-        elif way == "peft":
+    elif isinstance(way, str):
+        model = loaded(folder)
+        if way != "plain":
+            fitted = moe_qlora.adapt_lora_config(model, lora, experts=True)
+        if way == "peft":
             model = moe_qlora.get_peft_model(model, lora, experts=True)
         elif way == "stock peft":
-            config = moe_qlora.adapt_lora_config(model, lora, experts=True)
-            model = peft.get_peft_model(model, config)
+            model = peft.get_peft_model(model, fitted)
         else:
-            model = way
-    maker, config = {
-        "sft": (trl.SFTTrainer, trl.SFTConfig),
-        "dpo": (trl.DPOTrainer, trl.DPOConfig),
-        "reward": (trl.RewardTrainer, trl.RewardConfig),
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-    }[kind]
+            more["peft_config"] = lora if way == "plain" else fitted
+    maker, config = KINDS[kind]
     with moe_qlora.enabled():
-        return maker(
-            model=model,
-            args=config(**keywords),
-            train_dataset=rows(kind),
-            eval_dataset=rows(kind).select(range(4)) if evaluate else None,
-            **more,
-        )
-
-
-def letters(completions, **kwargs):
-    return [float(len(set(text))) for text in completions]
+        return maker(model=model, args=config(**keywords), train_dataset=rows(kind), **more)
 
 
 def rows(kind):
@@ -91,70 +75,47 @@ def rows(kind):
 
 
 def codes(model):
-    """Name -> every tensor of each packed stack, copied."""
+    """Every tensor of each packed stack, copied, by the stack's name and its place."""
     found = {}
     for owner, module, name in parametrize.iter_packed(model):
         plain = f"{owner}.{name}".replace("base_model.model.", "").replace(".base_layer", "")
         stack = parametrize.read_packed(module, name)
         parts = [stack.codes, stack.absmax, stack.nested.offset, stack.nested.absmax]
-        found[plain] = [part.clone() for part in parts]
+        found |= {f"{plain} {place}": part.clone() for place, part in enumerate(parts)}
     return found
 
 
-def adapter(model, name="default"):
-    return {
-        key: value.detach().clone()
-        for key, value in model.named_parameters()
-        if f".{name}." in key and "lora_" in key
-    }
-
-
-def losses(trained):
-    return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, values in left.items():
-        assert all(torch.equal(a, b) for a, b in zip(values, right[name], strict=True)), name
-
-
 @pytest.mark.parametrize(
-    ("kind", "way"), [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")]
+    ("kind", "way"), [("sft", "folder"), ("dpo", "stock peft"), ("grpo", "packed")]
 )
 def test_training(kind, way, model_folder, tmp_path, caplog):
-    steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall
-    trained = trainer(kind, way, model_folder, tmp_path, max_steps=steps)
-    model = trained.model
+    steps = 3 if kind == "grpo" else STEPS  # whose loss need not fall
+    run = trainer(kind, way, model_folder, tmp_path, max_steps=steps)
+    model = run.model
     assert len(list(parametrize.iter_packed(model))) == 4
     assert getattr(model, "hf_device_map", None) is None
-    before = adapter(model)
-    experts = [name for name in before if ".experts." in name]
-    assert len(experts) == 2 * 2 * 2
+    before = trained_weights(model)
+    assert sum(".experts." in name for name in before) == 2 * 2 * 2
 
-    trained.train()
+    run.train()
 
     (line,) = [r.getMessage() for r in caplog.records if r.name == "moe_qlora.lora.inject"]
     assert line.startswith("The experts of 2 layers are packed (nf4 with double quantization): ")
     assert " and 4 of 4 expert weights (down_proj, gate_up_proj): " in line
     assert f" {sum(value.numel() for value in before.values()):,} weights (" in line
-    fresh = load(model_folder)
+    fresh = loaded(model_folder)
     assert_same(codes(model), codes(fresh))
-    for name, value in adapter(model).items():
+    for name, value in trained_weights(model).items():
         assert not torch.equal(value, before[name]), f"{name} was not trained"
-    measured = losses(trained)
-    assert len(measured) == steps
-    assert torch.isfinite(torch.tensor(measured)).all()
+    measured = logged_losses(run)
+    assert len(measured) == steps and torch.isfinite(torch.tensor(measured)).all()
     if kind != "grpo":
         assert measured[-1] < measured[0] - 0.1
-    assert_reference_is_base(trained, fresh)
 
-
-def assert_reference_is_base(trained, fresh):
-    """With the adapter off, or TRL's reference in its place, the model is the bare packed one."""
+    # With the adapter off, or TRL's reference in its place, the model is the bare packed one.
     ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
-    model = trained.model.eval()
-    with torch.no_grad(), trained.accelerator.autocast():
+    model.eval()
+    with torch.no_grad(), run.accelerator.autocast():
         expected = fresh.eval()(input_ids=ids).logits.float()
         policy = model(input_ids=ids).logits
         with utils.use_adapter(model, "ref" if "ref" in model.peft_config else None):
@@ -181,8 +142,8 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
     made = []
     for _ in range(2):
         torch.manual_seed(1)
-        packed = load(model_folder, device_map={"": device})
-        made.append(moe_qlora.get_peft_model(packed, lora_config(), experts=True))
+        packed = loaded(model_folder, device_map={"": device})
+        made.append(moe_qlora.get_peft_model(packed, LORA, experts=True))
     if first:
         moe_qlora.prepare_training(made[1], batch_size=4, seq_len=64)
     plain, quick = (trainer(kind, model, model_folder, tmp_path, **more) for model in made)
@@ -202,7 +163,7 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
                 theirs.pop("mean_token_accuracy"), abs=0.1
             )
         assert ours == pytest.approx(theirs, **near)
-    assert len(losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
+    assert len(logged_losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("dpo", "peft")])
@@ -217,34 +178,34 @@ def test_resume(kind, way, model_folder, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     # PEFT loads the bfloat16 adapters that TRL trains into float32, so later steps round otherwise,
     # with dense models too; those of transformers.Trainer are held bit for bit in test_trainer.py
-    assert losses(resumed)[:3] == losses(whole)[:3]
-    assert len(losses(resumed)) == 4
-    assert losses(resumed)[3:] == pytest.approx(losses(whole)[3:], abs=2e-2)
+    losses, expected = logged_losses(resumed), logged_losses(whole)
+    assert losses[:3] == expected[:3]
+    assert losses[3:] == pytest.approx(expected[3:], abs=2e-2)
     assert_same(codes(resumed.model), codes(whole.model))
 
 
 def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
-    trained = trainer("reward", "folder", model_folder, tmp_path, lora=lora, max_steps=2)
-    before = adapter(trained.model)
-    assert len([name for name in before if ".experts." in name]) == 8
-    trained.train()
-    assert not any(torch.equal(x, before[name]) for name, x in adapter(trained.model).items())
+    run = trainer("reward", "folder", model_folder, tmp_path, lora=lora, max_steps=2)
+    before = trained_weights(run.model)
+    assert sum(".experts." in name for name in before) == 8
+    run.train()
+    assert not any(torch.equal(x, before[name]) for name, x in trained_weights(run.model).items())
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):
     """TRL hands it to stock PEFT, which on a packed model gets it adapted."""
     lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
-    packed = trainer("sft", "plain", model_folder, tmp_path, lora=lora, max_steps=2)
-    packed.train()
-    packed.save_model(str(out := tmp_path / "adapter"))
+    run = trainer("sft", "plain", model_folder, tmp_path, lora=lora, max_steps=2)
+    run.train()
+    run.save_model(str(out := tmp_path / "adapter"))
     tensors = load_file(out / "adapter_model.safetensors")
     assert sum(".experts." in key for key in tensors) == 2 * 2 * 2
     assert all(bool(value.any()) for key, value in tensors.items() if "lora_B" in key)
-    again = peft.PeftModel.from_pretrained(load(model_folder), out)
-    ours = moe_qlora.load_adapter(load(model_folder), out)
-    for name, value in adapter(packed.model).items():
+    again = peft.PeftModel.from_pretrained(loaded(model_folder), out)
+    ours = moe_qlora.load_adapter(loaded(model_folder), out)
+    for name, value in trained_weights(run.model).items():
         assert torch.equal(value.float(), again.get_parameter(name)), name
     ids = torch.arange(2, 50).reshape(2, 24)
     with torch.no_grad():

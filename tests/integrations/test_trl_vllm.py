@@ -1,7 +1,4 @@
-"""TRL's trainers over packed experts with vLLM's interface as the sampler: adapters go there.
-
-A server of this process stands for vLLM's.
-"""
+"""TRL's trainers with vLLM as the sampler, which a server of this process stands for."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ import copy
 import json
 import sys
 import threading
-from contextlib import contextmanager
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import datasets
 import pytest
@@ -38,33 +32,30 @@ MEAN, MAX = (f"sampling/sampling_logp_difference/{which}" for which in ("mean", 
 KINDS = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}
 
 
-class AdapterServer:
-    """Samples with `generate` from a plain model and the adapter that a request names.
+class AdapterServer(ThreadingHTTPServer):
+    """Samples with `generate` from a plain model and the adapter that a request names."""
 
-    `refusals` maps addresses to (status, text), answered instead.
-    """
+    def __init__(self, model):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.model, self.adapters = model, {}
+        self.loaded = []  # names, and the keys in each file
+        self.refusals = {}  # address -> (status, text), answered instead
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.adapters: dict[str, Any] = {}
-        self.loaded: list[tuple[str, list[str]]] = []  # names, and the keys in each file
-        self.refusals: dict[str, tuple[int, str]] = {}
-
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
-        """Return what a server returns to one request."""
+    def answer(self, path, body):
         if path == "/v1/models":
             return {"data": [{"id": "base"}]}
         if path.startswith("/server_info"):
             return {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
         if path == "/v1/load_lora_adapter":
-            self._load(body["lora_name"], Path(body["lora_path"]))
+            self.load(body["lora_name"], Path(body["lora_path"]))
         elif path == "/v1/unload_lora_adapter":
             del self.adapters[body["lora_name"]]
         elif path == "/v1/completions":
-            return {"choices": [one for ids in body["prompt"] for one in self._sample(ids, body)]}
+            return {"choices": [one for ids in body["prompt"] for one in self.sample(ids, body)]}
         return ""
 
-    def _load(self, name: str, folder: Path) -> None:
+    def load(self, name, folder):
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             self.loaded.append((name, sorted(file.keys())))
         adapted = moe_qlora.load_adapter(
@@ -72,7 +63,7 @@ class AdapterServer:
         )
         self.adapters[name] = adapted.float().eval()
 
-    def _sample(self, ids: list[int], body: dict[str, Any]) -> list[dict[str, Any]]:
+    def sample(self, ids, body):
         model = self.model if body["model"] == "base" else self.adapters[body["model"]]
         output = model.generate(
             input_ids=torch.tensor([ids] * body["n"]), do_sample=True,
@@ -91,45 +82,29 @@ class AdapterServer:
         return choices
 
 
-@contextmanager
-def running(server: AdapterServer):
-    """Run a server in a thread; yield its address."""
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}"
+        path = self.path.partition("?")[0]
+        status, text = self.server.refusals.get(path, (200, None))
+        if text is None:
+            text = json.dumps(self.server.answer(path, json.loads(body)))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self._answer({})
+    do_GET = do_POST
 
-        def do_POST(self):
-            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def _answer(self, body):
-            path = self.path.partition("?")[0]
-            status, text = server.refusals.get(path, (200, None))
-            if text is None:
-                text = json.dumps(server.answer(path, body))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{http.server_address[1]}"
-        finally:
-            http.shutdown()
-
-
-@pytest.fixture(scope="module")
-def packed(model_folder):
-    return partial(loaded, model_folder)
+    def log_message(self, *_):
+        pass
 
 
 @pytest.fixture
-def server(packed):
-    return AdapterServer(packed().dequantize())
+def server(model_folder):
+    with AdapterServer(loaded(model_folder).dequantize()) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
 
 
 def letters(completions, **kwargs):
@@ -137,7 +112,7 @@ def letters(completions, **kwargs):
 
 
 @pytest.fixture
-def make(model_folder, packed, tmp_path):
+def make(model_folder, tmp_path):
     """A function: one of TRL's trainers, whose sampler is a server."""
 
     def make(url, *, kind="grpo", lora=True, **options):
@@ -145,7 +120,7 @@ def make(model_folder, packed, tmp_path):
         lora_config = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
         torch.manual_seed(0)
         if lora:
-            model = packed()
+            model = loaded(model_folder)
             lora_config = moe_qlora.adapt_lora_config(model, lora_config, experts=True)
         else:
             model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -169,25 +144,19 @@ def make(model_folder, packed, tmp_path):
     return make
 
 
-def log_of(trainer):
-    return [row for row in trainer.state.log_history if "reward" in row]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_step_samples_from_the_adapter_as_it_is(kind, server, make, model_folder, tmp_path):
     shared = tmp_path / "shared"
-    with running(server) as url:
-        with adapters_to_vllm(base=model_folder, folder=shared):
-            trainer = make(url, kind=kind, max_steps=3, beta=0.1)
-        assert list(shared.iterdir())  # made with the trainer
-        modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
-        assert all(module.VLLMGeneration is VLLMGeneration for module in modules)
-        trainer.train()
-        before = server.adapters[trainer.vllm_generation.vllm_client.model]
-        names = [name for name, _ in server.loaded]
-        trainer.vllm_generation.sync_weights()
-        after = server.adapters[trainer.vllm_generation.vllm_client.model]
-
+    with adapters_to_vllm(base=model_folder, folder=shared):
+        trainer = make(server.url, kind=kind, max_steps=3, beta=0.1)
+    assert list(shared.iterdir())  # made with the trainer
+    modules = (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer)
+    assert all(module.VLLMGeneration is VLLMGeneration for module in modules)
+    trainer.train()
+    before = server.adapters[trainer.vllm_generation.vllm_client.model]
+    names = [name for name, _ in server.loaded]
+    trainer.vllm_generation.sync_weights()
+    after = server.adapters[trainer.vllm_generation.vllm_client.model]
     assert len(names) == 3
     ids = torch.arange(2, 26).reshape(1, 24)
     with torch.no_grad():
@@ -201,10 +170,11 @@ def test_each_step_samples_from_the_adapter_as_it_is(kind, server, make, model_f
         assert "base_model.model.model.layers.1.mlp.experts.3.down_proj.lora_B.weight" in keys
     (folder,) = shared.iterdir()
     assert [one.name for one in folder.iterdir()] == [names[-1]]
-    assert all("kl" in row for row in log_of(trainer))  # to the model with the adapter disabled
+    log = [row for row in trainer.state.log_history if "reward" in row]
+    assert len(log) == 3
+    assert all("kl" in row for row in log)  # to the model with the adapter disabled
     if kind == "grpo":  # TRL measures it there alone
-        assert len(log_of(trainer)) == 3
-        assert all(0 < row[MEAN] <= row[MAX] < 1e-4 for row in log_of(trainer))
+        assert all(0 < row[MEAN] <= row[MAX] < 1e-4 for row in log)
 
 
 @pytest.mark.parametrize(
@@ -220,12 +190,8 @@ def test_what_a_server_refuses(path, status, text, sentence, server, make, model
     if path == "/server_info" and not hasattr(vllm_generation.VLLMClient, "get_server_info"):
         pytest.skip("TRL 1.14 does not ask")
     server.refusals[path] = (status, text)
-    with (
-        running(server) as url,
-        adapters_to_vllm(base=model_folder),
-        pytest.raises(ConfigError, match=sentence),
-    ):
-        make(url, max_steps=1).train()
+    with adapters_to_vllm(base=model_folder), pytest.raises(ConfigError, match=sentence):
+        make(server.url, max_steps=1).train()
 
 
 def test_what_cannot_be_synced(make, model_folder):
@@ -238,7 +204,7 @@ def test_what_cannot_be_synced(make, model_folder):
             make("http://127.0.0.1:1", max_steps=1, **options)
 
 
-def test_an_engine_in_the_process(model_folder, packed, tmp_path, monkeypatch):
+def test_an_engine_in_the_process(model_folder, monkeypatch):
     """It gets the base, room for the rank, and after each load the newest adapter alone."""
     calls = []
 
@@ -263,7 +229,7 @@ def test_an_engine_in_the_process(model_folder, packed, tmp_path, monkeypatch):
     for name, module in (("vllm", vllm), ("vllm.lora", vllm), ("vllm.lora.request", lora)):
         monkeypatch.setitem(sys.modules, name, module)
     config = LoraConfig(r=9, target_modules=["q_proj"])
-    model = moe_qlora.get_peft_model(packed(), config)
+    model = moe_qlora.get_peft_model(loaded(model_folder), config)
     held = SimpleNamespace(model=model, _base=model_folder, _engine={"enforce_eager": True})
     engine = AdapterGeneration._start_engine(held, quantization="bitsandbytes")
     options = {"model": str(model_folder), "enable_lora": True, "max_lora_rank": 16}

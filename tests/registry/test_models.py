@@ -1,21 +1,25 @@
-"""Every registry file against transformers, and the detector against every registry file."""
+"""Registry files against transformers, the detector against these and other types, known names."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import initialization
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from upstream import skip_llama4, skip_renamed
 
 import moe_qlora
-from moe_qlora import registry
-from moe_qlora.errors import ConfigError
+from moe_qlora import registry, testing
+from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.layout import ModelLayout
-from moe_qlora.testing import model_class, registry_families, tiny_inputs, tiny_model
+from moe_qlora.models import named
+from moe_qlora.testing import model_class, registry_families, tiny_config, tiny_inputs, tiny_model
 
 TYPES = registry_families()
 
@@ -29,13 +33,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def meta_model(entry):
-    """Build a model of the published sizes."""
+    """Build a model of the published sizes, without initialization, which takes its time."""
     config = transformers.CONFIG_MAPPING[entry.model_type](**entry.published_config)
-    # On meta no initialization has an effect, but each takes its time.
     with torch.device("meta"), initialization.no_init_weights():
         model = model_class(entry.model_type)._from_config(config)
     model.tie_weights()
     return model
+
+
+@pytest.mark.parametrize("name", ["llama", "../pyproject"])
+def test_a_type_without_experts_is_in_no_registry(name):
+    with pytest.raises(CheckpointError, match=f"'{name}' is not in the registry"):
+        registry.load(name)
 
 
 def filled(pattern: str, numbers: tuple[int, ...]) -> str:
@@ -49,30 +58,21 @@ def indices(text: str) -> Iterator[tuple[int, ...]]:
     for part in filter(None, text.split(",")):
         if "." in part:
             yield tuple(int(number) for number in part.split("."))
-            continue
-        first, _, last = part.partition("-")
-        yield from ((number,) for number in range(int(first), int(last or first) + 1))
-
-
-def instances(item: dict[str, Any]) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Return each weight's group (its shape and number of experts) and its numbers at `*`."""
-    pairs = [(group, at) for group in item["groups"] for at in indices(group["at"])]
-    assert len(pairs) == item["count"]
-    return pairs
+        else:
+            first, _, last = part.partition("-")
+            yield from ((number,) for number in range(int(first), int(last or first) + 1))
 
 
 def expected_experts(
     entry: registry.RegistryEntry, sizes: str
 ) -> dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, ...]]]:
-    """Return (item, group, numbers) by the names of weights at "published" or "tiny" sizes.
-
-    They are in the model's own order: layer by layer, and within a layer as the file lists them.
-    """
+    """Return (item, group, numbers) by names, in the model's order, at these sizes."""
     towers = list(dict.fromkeys(item["pattern"].partition("*")[0] for item in entry.experts))
     placed = [
         ((towers.index(item["pattern"].partition("*")[0]), at, order), (item, group, at))
         for order, item in enumerate(entry.experts)
-        for group, at in instances(item[sizes])
+        for group in item[sizes]["groups"]
+        for at in indices(group["at"])
     ]
     found = [one for _, one in sorted(placed, key=lambda pair: pair[0])]
     named = {filled(item["pattern"], at): (item, group, at) for item, group, at in found}
@@ -106,7 +106,7 @@ def test_detector_agrees(model_type):
     """At tiny and at published size."""
     skip_renamed(model_type)
     entry = registry.load(model_type)
-    assert entry.published, "every default configuration is completed where it lacks something"
+    assert entry.published and all(item["checkpoint"]["keys"] for item in entry.experts)
     tiny = tiny_model(model_type, device="meta")
     for sizes, model in (("tiny", tiny), ("published", meta_model(entry))):
         check_detected(moe_qlora.detect(model), entry, sizes)
@@ -130,3 +130,142 @@ def test_tiny_model_runs(model_type):
     first = output.logits if "logits" in output else output[0]
     assert first.shape[:2] == (2, 12)
     assert bool(torch.isfinite(first).all())
+
+
+# Weights as their makers publish them, without layers for multi-token prediction; rounded.
+BILLIONS = {
+    "openai/gpt-oss-120b": 116.8,
+    "meta-llama/Llama-4-Maverick-17B-128E-Instruct": 400,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 80,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": 31.1,
+}
+
+
+@pytest.mark.parametrize("name", BILLIONS)
+def test_a_checkpoint_has_the_weights_that_its_makers_publish(name):
+    known = registry.checkpoint_named(name)
+    plain = {key: value for key, value in known.config.items() if key != "quantization_config"}
+    config = transformers.AutoConfig.for_model(known.model_type, **plain)
+    with torch.device("meta"), initialization.no_init_weights():
+        model = testing.model_class(known.model_type)._from_config(config)
+    model.tie_weights()
+    weights = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert weights == pytest.approx(BILLIONS[name], rel=0.01)
+    experts = sum(param.numel for param in moe_qlora.detect(model)) / 1e9
+    assert 0.78 * weights < experts < weights
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("QWEN/qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
+        ("gpt_oss_20b", "openai/gpt-oss-20b"),
+        ("mixtral-8x7b", "mistralai/Mixtral-8x7B-v0.1"),
+        ("glm-4.5-air", "zai-org/GLM-4.5-Air"),
+    ],
+)
+def test_a_checkpoint_goes_by_its_hub_id_or_a_part_that_tells_it_apart(name, meant):
+    known = registry.checkpoint_named(name)
+    source = named.resolve(name)
+    assert known is not None and known.name == source.label == meant
+    assert source.config.model_type == known.model_type
+    assert not any("default configuration" in note for note in source.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("gpt-oss", ".*gpt-oss-20b or gpt-oss-120b"),  # a name of several sizes
+        ("qwen3-30b-a3n", "qwen3-30b-a3b"),
+        ("Qwen/Qwen3-30B-A3", "Qwen/Qwen3-30B-A3B"),
+    ],
+)
+def test_a_name_that_is_none_is_told_the_near_ones(name, near):
+    assert registry.checkpoint_named(name) is None
+    with pytest.raises(moe_qlora.CheckpointError, match=f"did you mean {near}"):
+        named.resolve(name)
+
+
+def test_a_local_folder_of_that_name_wins(tmp_path, monkeypatch):
+    testing.tiny_config("qwen3_moe").save_pretrained(tmp_path / "qwen3-30b-a3b")
+    monkeypatch.chdir(tmp_path)
+    assert named.resolve("qwen3-30b-a3b").config.num_hidden_layers < 48
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+def test_a_default_configuration_is_called_so_first(name):
+    note = named.resolve(name).notes[0]
+    assert note.startswith(f"{name} is a model type, in bfloat16: sizes are those of its default")
+    assert ("Qwen/Qwen3" in note) is (name == "qwen3_moe")
+
+
+ROOT = Path(__file__).parents[2]
+OTHERS = sorted(set(CONFIG_MAPPING.keys()) - set(registry_families()))
+PARTS = 12
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    from tools.registry import classes, tiny
+
+    return classes, tiny
+
+
+def build(maker, config):
+    with torch.device("meta"), initialization.no_init_weights():
+        return maker._from_config(config)
+
+
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))]
+)
+def test_no_experts_in_other_types(part, tools):
+    classes, tiny = tools
+    found, looked_at, wanted = {}, 0, 0
+    for model_type in OTHERS[part::PARTS]:
+        config_class = CONFIG_MAPPING[model_type]
+        try:
+            maker = classes.model_class(config_class)
+            if maker is None:
+                continue
+            wanted += 1
+            sizes = tiny.tiny_kwargs(config_class, tiny.default_of(config_class), 4)
+            model = build(maker, config_class(**sizes))
+        except Exception:  # noqa: BLE001 - needs a library that is not here, or has no defaults
+            continue
+        looked_at += 1
+        found |= {f"{model_type} {p.name}": p.evidence for p in moe_qlora.detect(model)}
+    assert not found
+    assert looked_at >= 0.65 * wanted, "too few could be built to say anything"
+
+
+# Vision, speech and omni models hold whatever text model their configuration names; by default
+# these hold a dense one. The experts found must be those of the text model alone.
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("granite_speech", "granitemoehybrid"),
+        ("internvl", "gpt_oss"),
+        ("llava", "jetmoe"),
+        ("qwen2_audio", "llama4_text"),
+        ("speech-encoder-decoder", "qwen3_moe"),
+    ],
+)
+def test_text_experts_inside_a_composite_model(outer, inner, tools):
+    classes, tiny = tools
+    config_class = CONFIG_MAPPING[outer]
+    kwargs = tiny.tiny_kwargs(config_class, tiny.default_of(config_class), 4)
+    part = "decoder" if "decoder" in outer else "text_config"
+    kwargs[part] = {**tiny_config(inner).to_dict(), "model_type": inner}
+    layout = moe_qlora.detect(build(classes.model_class(config_class), config_class(**kwargs)))
+
+    alone = moe_qlora.detect(tiny_model(inner, device="meta"))
+    assert len(layout) == len(alone) > 0
+    for param, expected in zip(layout, alone, strict=True):
+        tail = expected.name.removeprefix("model.").removeprefix("transformer.")
+        assert param.name.endswith(tail)
+        for field in ("shape", "num_experts", "role", "transposed"):
+            assert getattr(param, field) == getattr(expected, field), (param.name, field)
+    assert [m.dispatches for m in layout.modules] == [m.dispatches for m in alone.modules]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from folders import bits
-from safetensors import safe_open
+from representatives import cases
+from training import NF4, loaded
 from transformers import BitsAndBytesConfig
 from upstream import skip_renamed
 
 import moe_qlora
 from moe_qlora import registry
+from moe_qlora.checkpoint.manifest import open_checkpoint, read_manifest
 from moe_qlora.layout import name_pattern
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import registry_families, tiny_model
-
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 # Per expert and fused on disk, interleaved, transposed, biased, shared experts, two banks, 2-D,
 # tied, stacks in parts, plain forwards: one of each kind runs the longer tests, too.
@@ -42,11 +42,8 @@ def on_disk(family: str, folder: Path) -> Any:
 
 def check_keys(family: str, folder: Path) -> None:
     """The registry's keys on disk are those that transformers writes."""
-    written: dict[str, int] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a mapping
-                written[name_pattern(key)] = written.get(name_pattern(key), 0) + 1
+    with open_checkpoint(folder) as checkpoint:
+        written = Counter(map(name_pattern, checkpoint))
     expected: dict[str, dict[str, int]] = {}
     for item in registry.load(family).experts:
         blocks = item["tiny"]["count"]
@@ -61,50 +58,37 @@ def check_keys(family: str, folder: Path) -> None:
     }
 
 
-def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
+def assert_equal(left: Any, right: Any) -> None:
     """Both hold the same tensors under the same names, packed alike."""
     assert [*bits(left).items()] == [*bits(right).items()]
     assert_equal_experts(left, right)
-    assert left.get_memory_footprint() == right.get_memory_footprint()  # type: ignore[operator]
+    assert left.get_memory_footprint() == right.get_memory_footprint()
 
 
-def assert_equal_experts(left: torch.nn.Module, right: torch.nn.Module) -> None:
+def assert_equal_experts(left: Any, right: Any) -> None:
     """Both hold the same packed experts, bit for bit."""
-    stacks = [f"{m}.{n}" for m, _, n in parametrize.iter_packed(left)]
-    assert stacks
-    assert stacks == [f"{m}.{n}" for m, _, n in parametrize.iter_packed(right)]
-    for (_, one, name), (_, other, _) in zip(
-        parametrize.iter_packed(left), parametrize.iter_packed(right), strict=True
-    ):
-        first, second = parametrize.read_packed(one, name), parametrize.read_packed(other, name)
-        assert (first.kind, first.shape, first.dtype) == (second.kind, second.shape, second.dtype)
-        assert first.compute_dtype == second.compute_dtype
-        for ours, theirs in zip(first.statistics, second.statistics, strict=True):
-            assert torch.equal(ours, theirs)
-        codes = (weight.flat_codes.view(torch.uint8) for weight in (first, second))
-        assert torch.equal(*codes)
-
-
-def then_packed(cls: Any, folder: Path, settings: dict[str, Any]) -> Any:
-    """Loaded first, packed afterwards: the reference."""
-    model = cls.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**settings))
-    moe_qlora.quantize_experts(model)
-    return model
-
-
-def streamed(cls: Any, folder: Path, settings: dict[str, Any] | None = None) -> Any:
-    """Loaded under the switch; without settings, a packed folder."""
-    extra = {} if settings is None else {"quantization_config": BitsAndBytesConfig(**settings)}
-    with moe_qlora.enabled():
-        return cls.from_pretrained(folder, **extra)
+    found = []
+    for model in (left, right):
+        stacks = {
+            f"{path}.{name}": parametrize.read_packed(module, name)
+            for path, module, name in parametrize.iter_packed(model)
+        }
+        found.append({
+            name: (one.kind, one.shape, one.dtype, one.compute_dtype, one.flat_codes.tolist(),
+                   [part.tolist() for part in one.statistics])
+            for name, one in stacks.items()
+        })  # fmt: skip
+    assert found[0] == found[1] != {}
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES & {*KINDS}))
 def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_path: Path) -> None:
-    cls = type(on_disk(family, tmp_path / "plain"))
-    check_keys(family, tmp_path / "plain")
-    reference = then_packed(cls, tmp_path / "plain", NF4)
-    model = streamed(cls, tmp_path / "plain", NF4)
+    plain, config = tmp_path / "plain", BitsAndBytesConfig(**NF4)
+    cls = type(on_disk(family, plain))
+    check_keys(family, plain)
+    reference = cls.from_pretrained(plain, quantization_config=config)
+    moe_qlora.quantize_experts(reference)
+    model = loaded(plain, NF4, cls, dtype="auto")
     assert_equal(model, reference)
     assert type(model.hf_quantizer) is type(reference.hf_quantizer)
     kinds = [
@@ -112,28 +96,18 @@ def test_streaming_equals_packing_after_the_load_and_reloads(family: str, tmp_pa
     ]
     assert kinds[0] == kinds[1]  # what a save of the decoded model will undo
     model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
-    assert_equal(streamed(cls, tmp_path / "saved"), model)
-    check_packed_from_disk(cls, tmp_path, NF4, model)
+    moe_qlora.quantize_checkpoint(plain, tmp_path / "packed", NF4, max_shard_size="50KB")
+    saved, packed = (read_manifest(tmp_path / name) for name in ("saved", "packed"))
+    assert (saved.id, saved.experts) == (packed.id, packed.experts)
+    for name in ("saved", "packed"):
+        assert_equal(loaded(tmp_path / name, None, cls, dtype="auto"), model)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES - {*KINDS}))
+@pytest.mark.parametrize("family", cases(sorted(FAMILIES - {*KINDS})))
 def test_streaming_equals_packing_in_memory(family: str, tmp_path: Path) -> None:
-    model = on_disk(family, tmp_path / "plain")
-    loaded = streamed(type(model), tmp_path / "plain", NF4)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
-    assert_equal_experts(loaded, model)
+    model = on_disk(family, tmp_path)
+    streamed = loaded(tmp_path, NF4, type(model), dtype="auto")
+    moe_qlora.quantize_experts(model, NF4)
+    assert_equal_experts(streamed, model)
     skip_renamed(family)
-    check_keys(family, tmp_path / "plain")
-
-
-def check_packed_from_disk(cls: Any, tmp_path: Path, settings: dict[str, Any], model: Any) -> None:
-    moe_qlora.quantize_checkpoint(
-        tmp_path / "plain", tmp_path / "packed", settings, max_shard_size="50KB"
-    )
-    saved, packed = (
-        json.loads(next((tmp_path / n).glob("moe_qlora-*.json")).read_text())
-        for n in ("saved", "packed")
-    )
-    assert saved["id"] == packed["id"]  # equal tensors, packed alike, so that one load is enough
-    assert saved["experts"] == packed["experts"]
-    assert_equal(streamed(cls, tmp_path / "packed"), model)
+    check_keys(family, tmp_path)

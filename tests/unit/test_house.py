@@ -9,6 +9,12 @@ import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from moe_qlora.versions import OPTIONAL, REQUIRED
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "moe_qlora"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -32,15 +38,13 @@ FLOORS = (
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-# What one GPU does without: only the package's face imports it, and world.py hands it down.
+# What one GPU does without: only the package's face imports it, and world.py hands it down. The
+# callers of `prepare_training` may.
 BEHIND_A_SEAM = {"distributed", "train"}
 SEAMS = {"integrations.host": "train"}
-"""The callers of `prepare_training`."""
-
 HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift", "liger_kernel"}
 MODEL_LIBRARIES = {"transformers", "peft"}
-MAY_NOT_NAME_MODEL_LIBRARIES = {"kernels", "packing", "detection", "layout", "errors"}
-MAY_NOT_NAME_MODEL_LIBRARIES |= {"progress"}
+WITHOUT_MODEL_LIBRARIES = {"kernels", "packing", "detection", "layout", "errors", "progress"}
 
 
 def room_of(module: str) -> str:
@@ -69,14 +73,10 @@ def imports_of(file: Path) -> list[tuple[str, int]]:
                 up = node.level - 1 if is_package else node.level
                 base = ".".join([*here[: len(here) - up], *filter(None, [base])])
             names += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name | ast.Attribute)
-            and ast.unparse(node.func).endswith(("import_module", "__import__"))
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            names.append((str(node.args[0].value), node.lineno))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            called = ast.unparse(node.func).endswith(("import_module", "__import__"))
+            if called and node.args and isinstance(node.args[0], ast.Constant):
+                names.append((str(node.args[0].value), node.lineno))
     return names
 
 
@@ -95,7 +95,7 @@ def target_of(imported: str) -> str | None:
 def trespasses(module: str, imported: str) -> str | None:
     """Why `moe_qlora.<module>` may not import `imported`; None where it may."""
     room, top = room_of(module), imported.split(".", maxsplit=1)[0]
-    if top in MODEL_LIBRARIES and room in MAY_NOT_NAME_MODEL_LIBRARIES:
+    if top in MODEL_LIBRARIES and room in WITHOUT_MODEL_LIBRARIES:
         return f"{room} may not name {top}"
     if top in HOSTS and room != "integrations" and module != "train.liger":
         return f"only integrations may name {top}"
@@ -112,29 +112,22 @@ def trespasses(module: str, imported: str) -> str | None:
     return f"{room} may not import {goal or 'the package itself'}, which is not below it"
 
 
-def test_no_file_is_in_a_circle_of_imports():
-    edges = {
-        module_of(file): {t for name, _ in imports_of(file) if (t := target_of(name)) is not None}
-        for file in FILES
-    }
+def test_imports_go_one_way_and_in_no_circle():
+    bad, edges = [], {}
+    for file in FILES:
+        module, imports = module_of(file), imports_of(file)
+        edges[module] = {t for name, _ in imports if (t := target_of(name)) is not None}
+        for name, line in imports:
+            if reason := trespasses(module, name):
+                bad.append(f"{file.relative_to(ROOT)}:{line}: {reason}")
+    assert not bad, "\n".join(bad)
     TopologicalSorter(edges).prepare()  # raises a CycleError that names the files
 
 
 def test_unit_tests_mirror_the_package():
     rooms = {room for room in FLOOR if (PACKAGE / room).is_dir() and room}
     folders = {p.name for p in (ROOT / "tests/unit").iterdir() if p.is_dir()} - {"__pycache__"}
-    assert folders - {"tools"} <= rooms
-    assert not rooms - folders - {"integrations"}  # tests/integrations
-
-
-def test_imports_go_one_way():
-    bad = [
-        f"{file.relative_to(ROOT)}:{line}: {reason}"
-        for file in FILES
-        for name, line in imports_of(file)
-        if (reason := trespasses(module_of(file), name))
-    ]
-    assert not bad, "\n".join(bad)
+    assert folders - {"tools"} == rooms - {"integrations"}  # tests/integrations
 
 
 def test_no_environment_switches_and_no_prints():
@@ -149,7 +142,7 @@ def test_detection_names_no_model():
 
     types = {name for name in CONFIG_MAPPING_NAMES if len(name) > 4 or any(map(str.isdigit, name))}
     bad = []
-    for file in (PACKAGE / "detection/detect.py", *sorted((PACKAGE / "detection").rglob("*.py"))):
+    for file in (PACKAGE / "detection").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 words = set(re.findall(r"\w+", node.value.lower()))
@@ -174,11 +167,43 @@ def test_codecs_are_asked_and_not_named():
     assert not compared, compared
 
 
-def test_every_folder_is_shipped():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    shipped = set(project["tool"]["setuptools"]["packages"])
-    there = {
-        "moe_qlora" + "".join(f".{part}" for part in file.parent.relative_to(PACKAGE).parts)
-        for file in FILES
-    }
-    assert shipped == there | {"moe_qlora.model_registry"}
+# One statement of the versions, moe_qlora/versions.py: what else names them is held to it.
+TESTED = {**REQUIRED, **OPTIONAL}
+
+
+def requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    return [one for one in map(Requirement, lines) if one.name != "moe-qlora"]
+
+
+def series(version: str, step: int) -> str:
+    """The series before or after: "2.14" of "2.13" and 1."""
+    major, last = version.rsplit(".", 1)
+    return f"{major}.{int(last) + step}"
+
+
+def test_pyproject_allows_what_was_tested_and_no_more():
+    bounded = set()
+    for one in requirements():
+        if one.name in TESTED:
+            tested = TESTED[one.name]
+            for version in (tested.first, tested.last):
+                assert Version(f"{version}.0") in one.specifier, one
+            assert Version(f"{series(tested.last, 1)}.0") not in one.specifier, one
+            assert Version(f"{series(tested.first, -1)}.99") not in one.specifier, one
+            bounded.add(one.name)
+        else:  # A bound that nothing explains keeps people from installing what works.
+            assert {each.operator for each in one.specifier} <= {">="}, one
+    assert set(REQUIRED) < bounded
+
+
+def test_constraints_are_of_tested_series_and_leave_triton_to_torch():
+    """A pin of triton once made CUDA builds of torch impossible."""
+    lines = (ROOT / "tools/constraints.txt").read_text("utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if line and line[0] != "#")
+    pins = {canonicalize_name(name): version for name, version in pairs}
+    for name, pin in pins.items():
+        assert not re.fullmatch(r"triton|(nvidia|cuda)-.*", name)
+        assert name not in TESTED or TESTED[name].includes(pin)
+    assert set(REQUIRED) < set(pins)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moe_qlora import quantize_experts
 from moe_qlora.errors import (
@@ -69,15 +72,16 @@ def assert_stacks(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(weight, expected[name]), name
 
 
+def packed(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    return list(parametrize.iter_packed(model))
+
+
+STORED = {"bnb_4bit_quant_storage": "bfloat16"}
 CONFIGS = {
     "nf4": (nf4(), CodecSettings("nf4", True)),
     "fp4-bfloat16": (
-        BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16"),
+        BitsAndBytesConfig(load_in_4bit=True, **STORED),
         CodecSettings("fp4", False, torch.bfloat16),
-    ),
-    "nf4-float32": (
-        nf4(bnb_4bit_quant_storage="float32"),
-        CodecSettings("nf4", True, torch.float32),
     ),
     "int8": (BitsAndBytesConfig(load_in_8bit=True), CodecSettings("int8")),
 }
@@ -92,17 +96,14 @@ def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> No
     config, settings = case
     model = tiny()
     expected, asked = packed_by_hand(model, settings), config.to_dict()
-    sizes = {name: weight.nbytes for name, weight in stacks(model).items()}
+    sizes = [weight.nbytes for weight in stacks(model).values()]
     report = quantize_experts(model, config)
     assert config.to_dict() == asked
     assert_stacks(model, expected)
-    assert [row.name for row in report.rows] == NAMES
-    assert {row.status for row in report.rows} == {"quantized"}
-    assert [row.bytes_before for row in report.rows] == list(sizes.values())
-    for row in report.rows:
-        module, _, name = row.name.rpartition(".")
-        assert row.bytes_after == parametrize.read_packed(model.get_submodule(module), name).nbytes
-    assert report.bytes_after == sum(row.bytes_after for row in report.rows)
+    assert [(row.name, row.status) for row in report.rows] == [(n, "quantized") for n in NAMES]
+    assert [row.bytes_before for row in report.rows] == sizes
+    held = [parametrize.read_packed(module, name).nbytes for _, module, name in packed(model)]
+    assert [row.bytes_after for row in report.rows] == held and report.bytes_after == sum(held)
     assert "4 expert parameters quantized" in str(report)
     assert model.config.quantization_config is not config
 
@@ -110,20 +111,14 @@ def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> No
 def test_a_second_call_changes_nothing() -> None:
     model = tiny()
     quantize_experts(model, nf4())
-    before = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
+    before = [parametrize.original_of(module, name) for _, module, name in packed(model)]
     attributes = {key: id(value) for key, value in model.__dict__.items()}
     report = quantize_experts(model)
     assert {row.status for row in report.rows} == {"already_quantized"}
     assert report.bytes_before == report.bytes_after
-    after = {name: parametrize.original_of(module, name) for _, module, name in packed(model)}
-    assert all(after[name] is before[name] for name in before)
+    after = [parametrize.original_of(module, name) for _, module, name in packed(model)]
+    assert all(one is other for one, other in zip(before, after, strict=True))
     assert {key: id(value) for key, value in model.__dict__.items()} == attributes
-    module = model.get_submodule("model.layers.0.mlp.experts")
-    assert len(module._state_dict_hooks) == 1
-
-
-def packed(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    return list(parametrize.iter_packed(model))
 
 
 def test_each_stack_is_released_as_soon_as_it_is_packed() -> None:
@@ -145,41 +140,32 @@ def test_each_stack_is_released_as_soon_as_it_is_packed() -> None:
     assert seen == [*((i, 4, name) for i, name in enumerate(NAMES)), (4, 4, "")]
 
 
-def test_the_model_says_what_a_bitsandbytes_model_says(
-    case: tuple[BitsAndBytesConfig, CodecSettings],
-) -> None:
+def test_the_model_says_what_a_bitsandbytes_model_says(case: Any) -> None:
     config, settings = case
-    model, stock = tiny(), tiny()
+    model, buffers = tiny(), sum(buffer.nbytes for buffer in tiny().buffers())
     count, footprint = model.num_parameters(), model.get_memory_footprint()
     report = quantize_experts(model, config)
-    assert model.is_loaded_in_8bit == (settings.kind == "int8")
-    assert model.is_loaded_in_4bit == (settings.kind != "int8")
-    assert model.is_quantized
+    assert model.is_loaded_in_8bit == (settings.kind == "int8") != model.is_loaded_in_4bit
+    assert model.is_quantized and model.hf_quantizer.is_trainable
     assert model.quantization_method == "bitsandbytes"
-    assert model.hf_quantizer.is_trainable
     assert model.config.quantization_config.to_dict() == config.to_dict()
     assert model.num_parameters() == count
-    saved = report.bytes_before - report.bytes_after
-    assert model.get_memory_footprint() == footprint - saved
-    buffers = sum(buffer.nbytes for buffer in stock.buffers())
-    assert model.get_memory_footprint(return_buffers=False) == footprint - saved - buffers
+    left = footprint - report.bytes_before + report.bytes_after
+    assert model.get_memory_footprint() == left
+    assert model.get_memory_footprint(return_buffers=False) == left - buffers
     for cast in (model.half, model.float, lambda: model.to(torch.float16)):
         with pytest.raises(ValueError, match=r"not supported|cannot cast"):
             cast()
 
 
-def test_dequantize_gives_back_a_plain_model_also_of_a_copy(
-    case: tuple[BitsAndBytesConfig, CodecSettings],
-) -> None:
+def test_dequantize_gives_back_a_plain_model_also_of_a_copy(case: Any) -> None:
     config, settings = case
     model = tiny()
     names, expected = list(model.state_dict()), packed_by_hand(model, settings)
     quantize_experts(model, config)
-    logits, twin = model(IDS).logits, copy.deepcopy(model)
+    logits, twin, again = model(IDS).logits, copy.deepcopy(model), copy.deepcopy(model)
     assert twin.get_memory_footprint() == model.get_memory_footprint()
-    assert twin.dequantize() is twin
-    assert len(packed(model)) == 4
-    again = copy.deepcopy(model)
+    assert twin.dequantize() is twin and len(packed(model)) == 4
     for plain in (twin, model.dequantize()):
         assert list(plain.state_dict()) == names
         assert_stacks(plain, expected)
@@ -198,22 +184,39 @@ def test_none_means_the_models_own_config() -> None:
     expected = packed_by_hand(model, CodecSettings("nf4", True))
     quantize_experts(model)
     assert_stacks(model, expected)
-    assert model.hf_quantizer.quantization_config.bnb_4bit_quant_type == "nf4"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "left"),
-    [
-        ("model.layers.0", NAMES[:2]),
-        ("experts", NAMES),
-        ("down_proj", [NAMES[1], NAMES[3]]),
-        (r"model.layers.*.experts.gate_up_proj", [NAMES[0], NAMES[2]]),
-        ("model.layers.0.mlp.gate", []),
-    ],
-)
-def test_skip_modules_follow_transformers(pattern: str, left: list[str]) -> None:
-    model = tiny()
-    report = quantize_experts(model, nf4(llm_int8_skip_modules=[pattern]))
+# Names that start as others do, expressions, and what is none.
+PATTERNS = [
+    "model.layers.0",
+    "layers.0",
+    "experts",
+    "0",
+    "mlp",
+    "lay",
+    r"layers\.\d",
+    ".*mlp",
+    "^mlp",
+]
+PATTERNS += ["model.layers.*.experts.gate_up_proj", "model.layers.0.mlp.gate", "down_proj$", "["]
+
+
+@pytest.mark.filterwarnings("ignore:llm_int8_skip_modules names")  # what matches nothing
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_skip_modules_follow_transformers(pattern: str) -> None:
+    model, config = tiny(), nf4(llm_int8_skip_modules=[pattern])
+    try:
+        left = [
+            name
+            for name in NAMES
+            for module in [name.rpartition(".")[0]]
+            if not all(should_convert_module(one, [pattern]) for one in (module, name))
+        ]
+    except re.error:
+        with pytest.raises(ConfigError, match=re.escape(repr(pattern))):
+            quantize_experts(model, config)
+        return
+    report = quantize_experts(model, config)
     assert [row.name for row in report.skipped] == left
     assert all(pattern in row.reason for row in report.skipped)
     assert len(packed(model)) == 4 - len(left)
@@ -235,27 +238,58 @@ def packed_model(**config: Any) -> Any:
     return model
 
 
-def of_gptq() -> Any:
-    model = tiny()
+def of_gptq(model: Any) -> None:
     model.quantization_method = "gptq"
-    return model
 
 
-def converted() -> Any:
+def of_other_code(model: Any) -> None:
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
+
+
+def converted(model: Any) -> None:
     """As bitsandbytes leaves it after an evaluation on a CPU with AVX512-BF16."""
-    model = tiny()
     layer = model.model.layers[0].self_attn.q_proj = Linear4bit(64, 64, quant_type="nf4").to("cpu")
     layer.weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
-    return model
+
+
+class Sharded(torch.Tensor):
+    """As DTensor, a class of its own."""
+
+
+def zero3(weight: nn.Parameter) -> None:
+    weight.ds_id = 3  # type: ignore[attr-defined]
+
+
+def holding(value: float) -> Callable[[nn.Parameter], None]:
+    return lambda weight: weight.data.__setitem__((2, 1, 5), value)
+
+
+def last(change: Callable[[nn.Parameter], nn.Parameter | None]) -> Callable[[Any], None]:
+    """A change of the last stack, which may be another one then."""
+
+    def spoil(model: Any) -> None:
+        stacks = model.get_submodule("model.layers.1.mlp.experts")._parameters
+        changed = change(stacks["down_proj"])
+        stacks["down_proj"] = stacks["down_proj"] if changed is None else changed
+
+    return spoil
+
+
+def model_with(spoil: Callable[[Any], None]) -> Callable[[], Any]:
+    def make() -> Any:
+        model = tiny()
+        spoil(model)
+        return model
+
+    return make
 
 
 INT8 = BitsAndBytesConfig(load_in_8bit=True)
+AT, ODD = r" at index \[2, 1, 5\]", UnsupportedWeightError
 REFUSED: list[tuple[Any, Any, Any, str]] = [
     (tiny, None, ConfigError, "no quantization config"),
-    (tiny, nf4(llm_int8_skip_modules=["*"]), ConfigError, r"'\*'"),
     (tiny, SimpleNamespace(quant_method="gptq"), ConfigError, "'gptq'"),
-    (of_gptq, nf4(), ConfigError, "'gptq'"),
-    (converted, nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn\.q_proj"),
     (linear_experts, nf4(), DetectionError, r"lists of Linear layers \(experts\)"),
     (lambda: tiny(mlp_only_layers=[0, 1]), nf4(), DetectionError, "missing_ok"),
     (lambda: packed_model(llm_int8_skip_modules=["down_proj"]), INT8, ConfigError, "4bit"),
@@ -264,7 +298,21 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
         f"{NAMES[0]} is packed as nf4 with double quantization, and .* fp4 with double",
     ),
     (packed_model, nf4(bnb_4bit_use_double_quant=False), ConfigError, "asks for nf4:"),
-    (packed_model, nf4(bnb_4bit_quant_storage="bfloat16"), ConfigError, "stored as bfloat16"),
+    (packed_model, nf4(**STORED), ConfigError, "stored as bfloat16"),
+    *((model_with(spoil), nf4(), error, words) for spoil, error, words in [
+        (of_gptq, ConfigError, "'gptq'"),
+        (of_other_code, ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
+        (converted, QuantizationError, r"converted model\.layers\.0\.self_attn\.q_proj"),
+        (last(lambda w: nn.Parameter(w.to("meta"))), ODD, f"{NAMES[3]}.*meta device"),
+        (last(zero3), ODD, f"{NAMES[3]}.*ZeRO-3"),
+        (
+            last(lambda w: nn.Parameter(w.detach().as_subclass(Sharded), False)), ODD,
+            f"{NAMES[3]} is a Sharded and no plain tensor",
+        ),
+        (last(lambda w: nn.Parameter(w.double())), ODD, f"{NAMES[3]}.*float64"),
+        (last(holding(torch.nan)), NonFiniteWeightError, f"{NAMES[3]}.*nan{AT}"),
+        (last(holding(1e38)), NonFiniteWeightError, rf"e\+37{AT}"),
+    ]),
 ]  # fmt: skip
 
 
@@ -292,81 +340,24 @@ def test_missing_ok_and_what_is_no_conflict() -> None:
         quantize_experts(tiny(), nf4(llm_int8_skip_modules=["layers.7.mlp", "lm_head"]))
 
 
-def test_what_other_code_has_packed_is_refused() -> None:
-    model = tiny()
-    experts = model.get_submodule("model.layers.0.mlp.experts")
-    replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
-    with pytest.raises(ConfigError, match=f"{NAMES[1]} is packed as fp4 by other code"):
-        quantize_experts(model, nf4())
-
-
 def test_tied_experts_are_packed_once_and_stay_tied() -> None:
-    for config in (nf4(), BitsAndBytesConfig(load_in_8bit=True)):
-        model = tiny()
-        first, second = (layer.mlp.experts for layer in model.model.layers)
-        for name in ("gate_up_proj", "down_proj"):
-            setattr(second, name, getattr(first, name))
-        report = quantize_experts(model, config)
-        assert [row.name for row in report.rows] == NAMES[:2]
-        for name in ("gate_up_proj", "down_proj"):
-            assert parametrize.original_of(first, name) is parametrize.original_of(second, name)
-        assert quantize_experts(model).bytes_after == report.bytes_after
-        model.dequantize()
-        assert first.down_proj is second.down_proj
+    model, leaves = tiny(), ("gate_up_proj", "down_proj")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    for name in leaves:
+        setattr(second, name, getattr(first, name))
+    report = quantize_experts(model, nf4())
+    assert [row.name for row in report.rows] == NAMES[:2]
+    for name in leaves:
+        assert parametrize.original_of(first, name) is parametrize.original_of(second, name)
+    assert quantize_experts(model).bytes_after == report.bytes_after
+    model.dequantize()
+    assert first.down_proj is second.down_proj
 
 
-class Sharded(torch.Tensor):
-    """As DTensor, a class of its own."""
-
-
-def spoil(model: nn.Module, how: str) -> None:
-    module, name = model.get_submodule("model.layers.1.mlp.experts"), "down_proj"
-    weight = module._parameters[name]
-    assert weight is not None
-    if how == "meta":
-        module._parameters[name] = nn.Parameter(weight.to("meta"))
-    elif how == "zero3":
-        weight.ds_id = 3  # type: ignore[attr-defined]
-    elif how == "sharded":
-        module._parameters[name] = nn.Parameter(weight.detach().as_subclass(Sharded), False)
-    elif how == "float64":
-        module._parameters[name] = nn.Parameter(weight.double())
-    else:
-        weight.data[2, 1, 5] = float(how)
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "said"),
-    [
-        ("meta", UnsupportedWeightError, "meta device"),
-        ("zero3", UnsupportedWeightError, "ZeRO-3"),
-        ("sharded", UnsupportedWeightError, "is a Sharded and no plain tensor"),
-        ("float64", UnsupportedWeightError, "float64"),
-        ("nan", NonFiniteWeightError, r"nan at index \[2, 1, 5\]"),
-        ("inf", NonFiniteWeightError, r"inf at index \[2, 1, 5\]"),
-        ("1e38", NonFiniteWeightError, r"9\.9\d+e\+37 at index \[2, 1, 5\]"),
-    ],
-)
-def test_refuses_before_it_touches_anything(how: str, error: type[Exception], said: str) -> None:
-    model = tiny()
-    spoil(model, how)
-    before = dict(model.named_parameters())
-    with pytest.raises(error, match=said) as caught:
-        quantize_experts(model, nf4())
-    assert NAMES[3] in str(caught.value)
-    assert all(before[name] is param for name, param in model.named_parameters())
-    assert not hasattr(model, "is_loaded_in_4bit")
-    # A stack that is not to be packed may be anything.
-    quantize_experts(model, nf4(llm_int8_skip_modules=[NAMES[3]]))
-
-
-@pytest.mark.parametrize("where", ["pack", "attach"])
-def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_half_way_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
     whole, expected = stacks(model), packed_by_hand(model, CodecSettings("nf4", True))
-    calls = []
-    target, name = (fill, "pack") if where == "pack" else (parametrize, "attach")
-    real = getattr(target, name)
+    calls, real = [], fill.pack
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -375,11 +366,10 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, name, failing)
-        with pytest.raises(QuantizationError, match="no memory left") as caught:
+        patch.setattr(fill, "pack", failing)
+        with pytest.raises(QuantizationError, match=r"after 2 of 4 weights.*no memory left") as one:
             quantize_experts(model, nf4())
-    assert "after 2 of 4 weights" in str(caught.value)
-    assert all(name in str(caught.value) for name in NAMES[:3])
+    assert all(name in str(one.value) for name in NAMES[:3])
     assert [f"{path}.{name}" for path, _, name in packed(model)] == NAMES[:2]
     assert_stacks(model, {n: expected[n] if n in NAMES[:2] else whole[n] for n in NAMES})
     report = quantize_experts(model, nf4())
@@ -390,16 +380,13 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
 def test_reports_classes_that_decode_a_layer_at_a_time_and_linear_routers() -> None:
     model = tiny_model("llama4_text", num_hidden_layers=1)
     report = quantize_experts(model, nf4())
-    assert len(report.quantized) == 2
     (slow,) = report.slow_modules
-    assert slow.decoded_bytes == report.bytes_before
-    assert slow.class_name in str(report)
+    assert slow.decoded_bytes == report.bytes_before and slow.class_name in str(report)
     assert model(torch.arange(8)[None]).logits.isfinite().all()
     model = tiny_model("jetmoe")
     report = quantize_experts(model, nf4())
-    assert report.linear_routers
+    assert report.linear_routers and "llm_int8_skip_modules" in str(report)
     for router in report.linear_routers:
         assert isinstance(model.get_submodule(router.name), nn.Linear)
-    assert "llm_int8_skip_modules" in str(report)
     report = quantize_experts(tiny(), nf4())
     assert not report.linear_routers and not report.slow_modules

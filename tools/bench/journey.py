@@ -2,6 +2,7 @@
 
     python tools/bench/journey.py --folder /dev/shm/qwen --parts fixed,chat,batch8,bfd
     python tools/bench/journey.py --folder /tmp/tiny --tiny --parts chat,batch8    # on a CPU
+    torchrun --nproc-per-node 2 tools/bench/journey.py --folder /dev/shm/qwen --parts bfd [--fsdp]
 
 It writes a checkpoint of random weights in the shape of Qwen3-30B-A3B (`--model`, `--layers`),
 loads it as a user would, and trains by these parts, each one line in results/journey.csv:
@@ -11,12 +12,10 @@ loads it as a user would, and trains by these parts, each one line in results/jo
     batch8   8 conversations a batch, padded
     bfd      packing=True, TRL's best fit
 
-Conversations have log-normal lengths, a median of 420 tokens; padding is not counted. With
-`--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT;
-`--ampere` chooses kernels as on an A100.
+Conversations have log-normal lengths, a median of 420 tokens; padding is not counted.
+Under torchrun each rank has rows of its own, by DDP or, with `--fsdp`, by FSDP2; tokens are those
+of all ranks. The checkpoint has to be there.
 """
-
-from __future__ import annotations
 
 import argparse
 import math
@@ -25,8 +24,7 @@ import random
 import statistics
 import tempfile
 import time
-import traceback
-from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,215 +33,155 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from common import Rows, environment, parser_of
+import transformers
+from common import Rows, parser_of, release, synchronize, words
+from datasets import Dataset
 from peft import LoraConfig
-from peft import get_peft_model as stock_peft_model
 from shapes import encode_bf16, quantization, whole_config, write_checkpoint, write_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
-from moe_qlora.kernels import cards
+from moe_qlora.distributed.sharding import shards_integers
+
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+PARTS: dict[str, dict[str, Any]] = {
+    "fixed": {"gradient_accumulation_steps": 1},
+    "chat": {},
+    "batch8": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "bfd": {"packing": True},
+}
 
 
-def encode(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """Make random matrices, and norms of ones."""
-    if len(shape) == 1:
-        return {key: torch.ones(shape, dtype=torch.bfloat16)}
-    return encode_bf16(key, shape, device)
+class Clock(transformers.TrainerCallback):
+    """The time at the begin, and at the end of each step."""
 
-
-class Clock(TrainerCallback):
-    """Seconds of each step."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.times = device, list[float]()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.times = [time.time()]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self.times.append(time.time())
 
+    on_step_end = on_train_begin
 
-class Journey:
-    """One model, and the parts of its training."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.o, self.gpu = options, torch.cuda.is_available() and not options.tiny
-        self.random = random.Random(0)
-        if self.gpu and options.memory:
-            limit = float(options.memory.removesuffix("GiB")) * 2**30
-            whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(limit / whole)
-        if not (options.folder / "model.safetensors.index.json").exists():
-            config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
-            if options.tiny:  # for all bytes, and for long conversations
-                config.vocab_size, config.max_position_embeddings = 2048, 8192
-            causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
-            config.architectures, config.dtype = [causal], "bfloat16"
-            write_checkpoint(options.folder, config, "cuda" if self.gpu else "cpu", encode)
-            write_tokenizer(options.folder)
-        dtype = torch.bfloat16 if self.gpu else torch.float32
-        packs = quantization(bnb_4bit_compute_dtype=dtype)
-        loading = {} if options.stock else {"quantization_config": packs}
-        start = time.time()
-        with nullcontext() if options.stock else moe_qlora.enabled():
-            model = AutoModelForCausalLM.from_pretrained(
-                options.folder, dtype=dtype, device_map="auto" if self.gpu else None, **loading
-            )
-        self.loading = time.time() - start
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        lora = LoraConfig(
-            r=options.rank, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"
-        )
-        if options.stock:
-            self.model = stock_peft_model(model, lora)
-        else:
-            self.model = moe_qlora.get_peft_model(model, lora, experts=True)
-        self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
-        where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
-        peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
-        setting = f"peer={peer} model={options.model} layers={options.layers} seq={options.seq}"
-        setting += f" rank={options.rank} memory={options.memory}{' ampere' * options.ampere}"
-        self.rows = Rows(options.out, where, "journey", setting)
-        self.rows.add("load", "s", self.loading)
+def write_model(options: argparse.Namespace) -> None:
+    """Write the checkpoint, of random weights, and a tokenizer of bytes."""
+    config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
+    if options.tiny:  # for all bytes, and for long conversations
+        config.vocab_size, config.max_position_embeddings = 2048, 8192
+    write_checkpoint(options.folder, config, options.device, encode_bf16)
+    write_tokenizer(options.folder)
 
-    def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return settings that all parts share."""
-        own = {
-            "output_dir": tempfile.mkdtemp(), "max_steps": self.o.steps, "report_to": [],
-            "optim": "adamw_torch_fused" if self.gpu else "adamw_torch", "logging_steps": 1,
-            "per_device_train_batch_size": 1, "save_strategy": "no",
-            "bf16": self.gpu, "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
-            "gradient_checkpointing": not self.o.prepare,
-        }  # fmt: skip
-        return own | more
 
-    def prepared(self, batch_size: int = 1) -> Any:
-        """Prepare training, where it is asked for."""
-        if not self.o.prepare:
-            return nullcontext()
-        start = time.time()
-        prepared = moe_qlora.prepare_training(
-            self.model, batch_size=batch_size, seq_len=self.o.seq, memory=self.o.memory
-        )
-        self.rows.add(f"prepare, {batch_size} rows", "s", time.time() - start)
+def chats(count: int, seq: int) -> list[dict[str, Any]]:
+    """Return conversations of log-normal lengths; a character is a token."""
+    made, lots = [], random.Random(0)
+    for _ in range(count):
+        length = max(24, min(seq - 16, int(lots.lognormvariate(math.log(420), 0.95))))
+        asked = max(8, int(length * lots.uniform(0.2, 0.6)))
+        parts = {"user": asked, "assistant": max(8, length - asked - 12)}
+        texts = {role: "".join(lots.choices("etaoin shrdlu", k=n)) for role, n in parts.items()}
+        made.append({"messages": [{"role": r, "content": text} for r, text in texts.items()]})
+    return made
+
+
+def train(name: str, model: Any, options: argparse.Namespace, rows: Rows) -> None:
+    """Prepare and train one part; add its rows."""
+    gpu, seq = options.device.type == "cuda", options.seq
+    settings: dict[str, Any] = {
+        "output_dir": tempfile.mkdtemp(), "max_steps": options.steps, "report_to": [],
+        "optim": "adamw_torch_fused" if gpu else "adamw_torch", "logging_steps": 1,
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": options.accumulate,
+        "bf16": gpu, "use_cpu": not gpu, "learning_rate": 1e-4, "disable_tqdm": True,
+        "gradient_checkpointing": False, "save_strategy": "no", **PARTS[name],
+    }  # fmt: skip
+    if options.fsdp:
+        classes = list(model.get_base_model()._no_split_modules)
+        sharding = {"version": 2, "transformer_layer_cls_to_wrap": classes}
+        settings |= {"fsdp": True, "fsdp_config": sharding}
+    elif WORLD > 1:
+        settings["ddp_find_unused_parameters"] = False
+    batch = settings["per_device_train_batch_size"]
+    start, sizes = time.time(), {"batch_size": batch, "seq_len": seq}
+    with moe_qlora.prepare_training(model, **sizes, memory=options.memory) as prepared:
+        rows.add(f"prepare, {batch} rows", "s", time.time() - start)
         print(prepared, flush=True)
-        return prepared
-
-    def chats(self, count: int) -> list[dict[str, Any]]:
-        """Return conversations of log-normal lengths; a character is a token."""
-        made = []
-        for _ in range(count):
-            drawn = int(self.random.lognormvariate(math.log(420), 0.95))
-            length = max(24, min(self.o.seq - 16, drawn))
-            asked = max(8, int(length * self.random.uniform(0.2, 0.6)))
-            parts = {"user": asked, "assistant": max(8, length - asked - 12)}
-            messages = [
-                {"role": role, "content": "".join(self.random.choices("etaoin shrdlu", k=size))}
-                for role, size in parts.items()
-            ]
-            made.append({"messages": messages})
-        return made
-
-    def report(self, name: str, clock: Clock, tokens: float) -> None:
-        """Add the rows of a part of so many real tokens a step."""
-        steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
-        self.rows.add(f"{name}: first two steps", "s", sum(steps[:2]))
-        self.rows.add(f"{name}: step", "s", *(steps[2:] or steps))
-        self.rows.add(f"{name}: real tokens", "1/s", *(tokens / s for s in steps[2:] or steps))
-        if self.gpu:
-            peak = torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
-            self.rows.add(f"{name}: peak", "GB", peak[0])
-            self.rows.add(f"{name}: reserved", "GB", peak[1])
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        print("steps", [round(step, 3) for step in steps], flush=True)
-
-    def fixed(self) -> None:
-        """Train on rows of one length by Trainer."""
-        ids = torch.randint(0, 256, (64, self.o.seq))
-        data = [{"input_ids": row, "labels": row.clone()} for row in ids]
-        clock, args = Clock(), TrainingArguments(**self.arguments(max_steps=3 * self.o.steps))
-        with self.prepared():
-            Trainer(self.model, args, train_dataset=data, callbacks=[clock]).train()
-        self.report("fixed", clock, self.o.seq)
-
-    def sft(self, name: str, rows: int = 1, accumulate: int | None = None, **more: Any) -> None:
-        """Train on conversations by TRL."""
-        from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
-
-        accumulate = accumulate or self.o.accumulate
-        needed = self.o.steps * accumulate * rows * (7 if more.get("packing") else 1)
-        data = Dataset.from_list(self.chats(needed + 8))
-        args = SFTConfig(
-            **self.arguments(
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=accumulate,
-                max_length=self.o.seq,
-                router_aux_loss_coef=0.0,
-                assistant_only_loss=True,
-                **more,
+        clock = Clock(options.device)
+        common: dict[str, Any] = {"model": model, "callbacks": [clock]}
+        if name == "fixed":
+            ids = torch.randint(0, 256, (64, seq))
+            data: Any = [{"input_ids": row, "labels": row.clone()} for row in ids]
+            arguments = transformers.TrainingArguments(
+                **settings | {"max_steps": 3 * options.steps}
             )
-        )
-        with self.prepared(rows):
-            clock = Clock()
+            trainer: Any = transformers.Trainer(args=arguments, train_dataset=data, **common)
+            mean: float = seq
+        else:
+            needed = WORLD * options.steps * settings["gradient_accumulation_steps"] * batch
+            needed *= 7 if name == "bfd" else 1
+            chat = {"max_length": seq, "router_aux_loss_coef": 0.0, "assistant_only_loss": True}
             trainer = SFTTrainer(
-                self.model, args, processing_class=self.tokenizer, train_dataset=data,
-                callbacks=[clock],
-            )  # fmt: skip
+                args=SFTConfig(**settings, **chat),
+                processing_class=AutoTokenizer.from_pretrained(options.folder),
+                train_dataset=Dataset.from_list(chats(needed + 8, seq)),
+                **common,
+            )
             mean = statistics.mean(len(ids) for ids in trainer.train_dataset["input_ids"])
+        with shards_integers():
             trainer.train()
-        self.report(name, clock, mean * rows * accumulate)
+    tokens = WORLD * mean * batch * settings["gradient_accumulation_steps"]
+    steps = [after - before for before, after in pairwise(clock.times)]
+    rows.add(f"{name}: first two steps", "s", sum(steps[:2]))
+    rows.add(f"{name}: step", "s", *(steps[2:] or steps))
+    rows.add(f"{name}: real tokens", "1/s", *(tokens / s for s in steps[2:] or steps))
+    if gpu:
+        rows.add(f"{name}: peak", "GB", torch.cuda.max_memory_allocated() / 1e9)
+        rows.add(f"{name}: reserved", "GB", torch.cuda.max_memory_reserved() / 1e9)
+    release(options.device)
+    print("steps", [round(step, 3) for step in steps], flush=True)
 
 
 def main() -> None:
-    """Read the options and run the parts."""
+    """Load the folder, which is written first where it is not there, and run the parts."""
     parser = parser_of(__doc__, "journey.csv")
     parser.add_argument("--folder", type=Path, required=True, help="the checkpoint, or where to")
-    parser.add_argument("--parts", default="fixed,chat,batch8,bfd")
+    parser.add_argument("--parts", type=words(*PARTS), default=",".join(PARTS))
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="the first ones alone")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="three times as many of fixed")
     parser.add_argument("--accumulate", type=int, default=8)
-    parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
-    parser.add_argument("--no-prepare", dest="prepare", action="store_false")
-    parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
-    parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
+    parser.add_argument("--memory", help="of prepare_training: 22GiB")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2, under torchrun")
     options = parser.parse_args()
-    options.prepare = options.prepare and not options.stock
-    card = cards.of_capability((8, 0)) if options.ampere else None
-    with nullcontext() if card is None else cards.acting_as(card):
-        run(options)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Run the parts with these options."""
-    journey = Journey(options)
-    parts: dict[str, Any] = {
-        "fixed": journey.fixed,
-        "chat": lambda: journey.sft("chat"),
-        "batch8": lambda: journey.sft("batch8", 8, 1),
-        "bfd": lambda: journey.sft("bfd", packing=True),
-    }
-    for name in options.parts.split(","):
-        try:
-            parts[name]()
-        except Exception as error:  # noqa: BLE001 - a part that fails is a row too
-            traceback.print_exc(limit=-6)
-            journey.rows.fail(error)
+    if options.tiny or not torch.cuda.is_available():
+        options.device = torch.device("cpu")
+    if not (options.folder / "model.safetensors.index.json").exists():
+        write_model(options)
+    start = time.time()
+    gpu = options.device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    place = {"dtype": dtype, "device_map": {"": RANK} if gpu else None}
+    packing = {"quantization_config": quantization(bnb_4bit_compute_dtype=dtype)}
+    with moe_qlora.enabled():
+        model = AutoModelForCausalLM.from_pretrained(options.folder, **place, **packing)
+    loading = time.time() - start
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    lora: dict[str, Any] = {"lora_alpha": 32, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    config = LoraConfig(r=options.rank, **lora)
+    model = moe_qlora.get_peft_model(model, config, experts=True)
+    setting = f"peer=ours model={options.model} layers={options.layers} seq={options.seq}"
+    setting += f" rank={options.rank} memory={options.memory}"
+    setting += f" engine={'fsdp2' if options.fsdp else 'ddp'} {WORLD}" if WORLD > 1 else ""
+    options.out = options.out if RANK == 0 else Path(os.devnull)
+    rows = Rows(options, "journey", setting)
+    rows.add("load", "s", loading)
+    for name in options.parts:
+        with rows.attempt(ours=False):
+            train(name, model, options, rows)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,42 @@
 """Loading a checkpoint into 4 bits: memory and time, against the ways without this package.
 
     python tools/bench/loading.py --layers 24 --device cuda
-    python tools/bench/loading.py --layers 24 --maker fp8 --device cuda
     python tools/bench/loading.py --model gpt-oss-20b --layers 24 --maker mxfp4 --device cuda
 
-A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys) or gpt-oss-20b (fused), bf16, random,
-is loaded each way in a process of its own, its files' pages dropped from the page cache before:
+A random bf16 checkpoint is loaded each way in a process of its own, its files' pages dropped from
+the page cache before:
 
     plain          bf16, as transformers loads it
     load-then-pack bf16 experts first, then `quantize_experts`
     streaming      `from_pretrained` under `moe_qlora.enabled()`
     reload         the folder that the streamed model's `save_pretrained` wrote
+    maker          with `--maker`: as its makers ship it, under `moe_qlora.enabled()`
+    maker-stock    the same by transformers' dequantize=True, then `quantize_experts`
 
-With `--maker` the same model is also written as its makers ship it, other random numbers, and:
-
-    maker          that folder with a BitsAndBytesConfig under `moe_qlora.enabled()`
-    maker-stock    transformers' own dequantize=True, then `quantize_experts`
-
-"over" is what a load takes at its peak beyond the model that it leaves, by
-`torch.cuda.max_memory_allocated`; on a CPU memory is not measured.
+"over" is what a load takes at its peak beyond the model that it leaves; on a CPU memory is not
+measured.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Rows, environment, parser_of, release, synchronize
-from shapes import Encode, encode_bf16, meta_model, quantization, whole_config, write_checkpoint
-from transformers import AutoModelForCausalLM
+from common import Rows, allocated, parser_of, peak, release, synchronize
+from shapes import Encode, encode_bf16, quantization, whole_config, write_checkpoint
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 import moe_qlora
 from moe_qlora.registry import checkpoint_named
+from moe_qlora.testing import tiny_model
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")
@@ -50,23 +44,7 @@ MAKER_WAYS = ("maker", "maker-stock")
 FP8_BLOCK = 128
 
 
-MAKERS: dict[str, dict[str, Any]] = {
-    maker: dict(known.config["quantization_config"])
-    for maker, name in (("fp8", "deepseek-v3"), ("mxfp4", "gpt-oss-20b"))
-    if (known := checkpoint_named(name)) is not None
-}
-MAKERS["fp8"]["modules_to_not_convert"] = ["lm_head", "model.embed_tokens"]
-
-
-def config(model: str, layers: int, tiny: bool) -> Any:
-    """Return a model's configuration with fewer layers."""
-    settings = whole_config(model, layers=layers, tiny=tiny)
-    settings.dtype = torch.bfloat16
-    settings.architectures = [type(meta_model(settings)).__name__]
-    return settings
-
-
-def encode_fp8(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+def encode_fp8(key: str, shape: tuple[int, ...], device: Any) -> dict[str, torch.Tensor]:
     """Make e4m3 codes and a scale for each block of 128 x 128, where a matrix is projected."""
     if not key.endswith("_proj.weight"):
         return encode_bf16(key, shape, device)
@@ -76,7 +54,7 @@ def encode_fp8(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch
     return {key: codes.cpu(), f"{key}_scale_inv": scales.cpu()}
 
 
-def encode_mxfp4(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+def encode_mxfp4(key: str, shape: tuple[int, ...], device: Any) -> dict[str, torch.Tensor]:
     """Make FP4 codes along the input, and an exponent for each 32 of them, of expert weights."""
     if len(shape) != 3:
         return encode_bf16(key, shape, device)
@@ -87,92 +65,72 @@ def encode_mxfp4(key: str, shape: tuple[int, ...], device: str) -> dict[str, tor
     return {f"{key}_blocks": codes.cpu(), f"{key}_scales": scales.cpu()}
 
 
-ENCODE: dict[str, Encode] = {"bf16": encode_bf16, "fp8": encode_fp8, "mxfp4": encode_mxfp4}
+MAKERS: dict[str, tuple[str, Encode, Any]] = {  # as whom it is, and transformers' own to dequantize
+    "fp8": ("deepseek-v3", encode_fp8, FineGrainedFP8Config),
+    "mxfp4": ("gpt-oss-20b", encode_mxfp4, Mxfp4Config),
+}
 
 
 def forget(folder: Path) -> None:
     """Write the files out and drop their pages from the page cache."""
     for file in folder.glob("*.safetensors"):
-        handle = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[str, float]:
-    """Load once in this process."""
-    bnb_config = quantization()
-    arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}}
+def measure(way: str, folder: Path, options: argparse.Namespace, save_to: Path) -> dict[str, float]:
+    """Load once in this process, and save what streaming loads."""
+    device: torch.device = options.device
+    arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": str(device)}}
+    packing = arguments | {"quantization_config": quantization()}
+    with tempfile.TemporaryDirectory() as small, moe_qlora.enabled():  # what a first load starts
+        tiny: Any = tiny_model("qwen3_moe")
+        tiny.save_pretrained(small)
+        AutoModelForCausalLM.from_pretrained(small, **packing)
+        del tiny
     if way in ("streaming", "load-then-pack", "maker"):
-        arguments["quantization_config"] = bnb_config
+        arguments = packing
     if way == "maker-stock":
-        arguments["quantization_config"] = dequantizing_config(folder)
-    warm_up(device)
+        arguments["quantization_config"] = MAKERS[options.maker][2](dequantize=True)
     forget(folder)
-    place = torch.device(device)
-    release(place)
-    switch = moe_qlora.enabled() if way in ("streaming", "reload", "maker") else nullcontext()
+    release(device)
     start = time.perf_counter()
-    with switch:
+    switched = way in ("streaming", "reload", "maker")
+    with moe_qlora.enabled() if switched else nullcontext():
         model = AutoModelForCausalLM.from_pretrained(folder, **arguments)
     if way in ("load-then-pack", "maker-stock"):
-        moe_qlora.quantize_experts(model, bnb_config)
-    synchronize(place)
-    result = {"seconds": time.perf_counter() - start}
-    result["model"] = float(model.get_memory_footprint())
-    if place.type == "cuda":
-        result["peak"] = float(torch.cuda.max_memory_allocated())
-        result["over"] = result["peak"] - torch.cuda.memory_allocated()
-    if save_to is not None:
+        moe_qlora.quantize_experts(model, quantization())
+    synchronize(device)
+    found = {"seconds": time.perf_counter() - start, "model": model.get_memory_footprint()}
+    found |= {"peak": peak(device), "over": peak(device) - allocated(device)}
+    if way == "streaming":
         start = time.perf_counter()
         model.save_pretrained(save_to)
-        result["save_seconds"] = time.perf_counter() - start
-    return result
+        found["save_seconds"] = time.perf_counter() - start
+    return found
 
 
-def dequantizing_config(folder: Path) -> Any:
-    """Return the configuration by which transformers itself dequantizes a maker's folder."""
-    from transformers import FineGrainedFP8Config, Mxfp4Config
-
-    stored = json.loads((folder / "config.json").read_text())["quantization_config"]
-    kind = FineGrainedFP8Config if stored["quant_method"] == "fp8" else Mxfp4Config
-    return kind(dequantize=True)
-
-
-def warm_up(device: str) -> None:
-    """Import and start everything that a first load would, on a tiny model."""
-    from moe_qlora.testing import tiny_model
-
-    with tempfile.TemporaryDirectory() as folder, moe_qlora.enabled():
-        tiny: Any = tiny_model("qwen3_moe")
-        tiny.save_pretrained(folder)
-        options = {"quantization_config": quantization(), "device_map": {"": device}}
-        AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
+def ways(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
     """Write the checkpoint and load it each way: `(way, figures, bytes on disk)`."""
-    settings = config(arguments.model, arguments.layers, arguments.tiny)
+    settings = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     folders = {"bf16": work / "bf16", "reload": work / "packed", "maker": work / "maker"}
-    write_checkpoint(folders["bf16"], settings, arguments.device, encode_bf16)
-    if arguments.maker:
-        settings.quantization_config = MAKERS[arguments.maker]
-        write_checkpoint(folders["maker"], settings, arguments.device, ENCODE[arguments.maker])
-    for way in WAYS + (MAKER_WAYS if arguments.maker else ()):
-        source = folders.get(way.partition("-")[0], folders["bf16"])
-        size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        if arguments.tiny and way != "streaming":  # One in a process of its own runs that code.
-            yield way, measure(way, source, arguments.device, None), size
-            continue
-        command = [sys.executable, __file__, "--measure", way, "--folder", str(source)]
-        command += ["--device", arguments.device]
-        command += ["--save-to", str(folders["reload"])] if way == "streaming" else []
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")
-        yield way, json.loads(done.stdout.splitlines()[-1]), size
+    write_checkpoint(folders["bf16"], settings, options.device, encode_bf16)
+    if options.maker:
+        name, encode, _ = MAKERS[options.maker]
+        published: Any = checkpoint_named(name)
+        settings.quantization_config = dict(published.config["quantization_config"])
+        if encode is encode_fp8:
+            kept = ["lm_head", "model.embed_tokens"]
+            settings.quantization_config["modules_to_not_convert"] = kept
+        write_checkpoint(folders["maker"], settings, options.device, encode)
+    spawn = multiprocessing.get_context("spawn")
+    each = None if options.tiny else 1
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=each) as pool:
+        for way in WAYS + (MAKER_WAYS if options.maker else ()):
+            source = folders.get(way.partition("-")[0], folders["bf16"])
+            size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+            yield way, pool.submit(measure, way, source, options, folders["reload"]).result(), size
 
 
 def main() -> None:
@@ -181,30 +139,21 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--maker", choices=tuple(MAKERS), help="also as its makers quantize it")
-    parser.add_argument("--measure", choices=WAYS + MAKER_WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        figures = measure(arguments.measure, arguments.folder, arguments.device, arguments.save_to)
-        print(json.dumps(figures))
-        return
-    where = environment(torch.device(arguments.device), arguments.commit)
-    experts = 32 if arguments.model == "gpt-oss-20b" else 128
-    model = "" if arguments.model == MODELS[0] else f"{arguments.model} "
-    maker = f" {arguments.maker}" if arguments.maker else ""
-    setting = f"{model}layers={arguments.layers} experts={experts} nf4+double{maker}"
+    options = parser.parse_args()
+    model, experts = ("", 128) if options.model == MODELS[0] else (f"{options.model} ", 32)
+    maker = f" {options.maker}" if options.maker else ""
+    setting = f"{model}layers={options.layers} experts={experts} nf4+double{maker}"
     with tempfile.TemporaryDirectory() as work:
-        for way, figures, size in ways(arguments, Path(work)):
-            rows = Rows(arguments.out, where, f"load {way}", setting)
+        for way, figures, size in ways(options, Path(work)):
+            rows = Rows(options, f"load {way}", setting)
             rows.add("bytes on disk", "bytes", size)
             rows.add("time", "s", figures["seconds"])
             rows.add("throughput", "bytes/s", size / figures["seconds"])
             rows.add("model", "bytes", figures["model"])
-            if "peak" in figures:
+            if figures["peak"]:
                 rows.add("peak", "bytes", figures["peak"])
                 rows.add("peak over the model", "bytes", figures["over"])
-            if "save_seconds" in figures:
+            if way == "streaming":
                 rows.add("time to save packed", "s", figures["save_seconds"])
 
 

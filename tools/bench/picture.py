@@ -1,7 +1,5 @@
 """Draw conversations.png of README.md from rows of results/journey.csv."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -16,39 +14,26 @@ SETTINGS = {
     "bfd": "packing=True",
 }
 
+values = {}  # tokens/s by peer and setting: medians over steps
+with (HERE / "results/journey.csv").open(newline="", encoding="utf-8") as file:
+    for row in csv.DictReader(file):
+        part, _, metric = row["metric"].partition(": ")
+        same = row["commit"] == COMMIT and row["setting"].endswith(ROWS)
+        if same and metric == "real tokens":
+            values[row["setting"].split()[0].removeprefix("peer="), part] = float(row["p50"])
 
-def speeds() -> dict[tuple[str, str], float]:
-    """Return tokens/s by peer and setting: medians over steps."""
-    with (HERE / "results/journey.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["commit"] == COMMIT]
-    return {
-        (row["setting"].split()[0].removeprefix("peer="), row["metric"].split(":")[0]): float(
-            row["p50"]
-        )
-        for row in rows
-        if row["setting"].endswith(ROWS) and row["metric"].endswith("real tokens")
-    }
-
-
-def main() -> None:
-    """Draw the bars of each setting, ours above."""
-    values = speeds()
-    figure = Figure(figsize=(8, 2.8), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    for index, (peer, label) in enumerate(PEERS.items()):
-        places = [place + 0.38 * index for place in range(len(SETTINGS))]
-        bars = axes.barh(places, [values[peer, key] for key in SETTINGS], 0.36, label=label)
-        axes.bar_label(bars, fmt="{:,.0f}", padding=3)
-    axes.set_yticks([place + 0.19 for place in range(len(SETTINGS))], list(SETTINGS.values()))
-    axes.invert_yaxis()
-    axes.set_xlim(0, 52_000)
-    axes.set_xlabel("tokens per second")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title("SFT on conversations, nf4: 16 layers of Qwen3-30B-A3B, one H200")
-    axes.legend(loc="center right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(HERE / "conversations.png")
-
-
-if __name__ == "__main__":
-    main()
+figure = Figure(figsize=(8, 2.8), dpi=120, layout="constrained")
+axes = figure.add_subplot()
+for index, (peer, label) in enumerate(PEERS.items()):
+    places = [place + 0.38 * index for place in range(len(SETTINGS))]
+    bars = axes.barh(places, [values[peer, key] for key in SETTINGS], 0.36, label=label)
+    axes.bar_label(bars, fmt="{:,.0f}", padding=3)
+axes.set_yticks([place + 0.19 for place in range(len(SETTINGS))], list(SETTINGS.values()))
+axes.invert_yaxis()
+axes.set_xlim(0, 52_000)
+axes.set_xlabel("tokens per second")
+axes.xaxis.set_major_formatter("{x:,.0f}")
+axes.set_title("SFT on conversations, nf4: 16 layers of Qwen3-30B-A3B, one H200")
+axes.legend(loc="center right")
+axes.spines[["top", "right"]].set_visible(False)
+figure.savefig(HERE / "conversations.png")

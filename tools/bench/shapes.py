@@ -1,16 +1,21 @@
 """Models and checkpoints of random weights in published sizes, for every benchmark."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 
-Encode = Callable[[str, tuple[int, ...], str], dict[str, torch.Tensor]]
+from moe_qlora.models import named
+from moe_qlora.testing import model_class, tiny_config
+
+Encode = Callable[[str, tuple[int, ...], Any], dict[str, torch.Tensor]]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
@@ -21,17 +26,10 @@ CHAT_TEMPLATE = (
 
 
 def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -> Any:
-    """The configuration of a whole model, without quantization.
+    """The configuration of a model as `moe-qlora plan` takes it, in bf16, without quantization.
 
-    Args:
-        model: As `moe-qlora plan` takes it: a name of the registry, a model type, a `config.json`
-            or the folder that holds one.
-        layers: Hidden layers to keep; None keeps all.
-        tiny: The registry's tiny configuration of this model type, for a CPU.
+    `layers` are hidden layers to keep; `tiny` is the registry's tiny one of this model type.
     """
-    from moe_qlora.models import named
-    from moe_qlora.testing import tiny_config
-
     source = named.resolve(model)
     if tiny:
         source = named.resolve(tiny_config(source.config.model_type))
@@ -49,8 +47,6 @@ def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -
 
 def quantization(**more: Any) -> Any:
     """nf4 with double quantization, computed in bf16."""
-    from transformers import BitsAndBytesConfig
-
     settings = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
     settings |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     return BitsAndBytesConfig(**settings | more)
@@ -58,62 +54,40 @@ def quantization(**more: Any) -> Any:
 
 def meta_model(config: Any) -> Any:
     """Return the model on meta, in bf16."""
-    from moe_qlora.testing import model_class
-
     with torch.device("meta"):
         return model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
 
 
-def write_checkpoint(folder: Path, config: Any, device: str, encode: Encode) -> int:
-    """Write a checkpoint of random weights layer by layer; return its bytes."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
+def write_checkpoint(folder: Path, config: Any, device: Any, encode: Encode) -> None:
+    """Write a checkpoint of random weights, a file for each layer."""
+    model = meta_model(config)
+    config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    shapes = {n: tuple(t.shape) for n, t in meta_model(config).state_dict().items()}
-    weight_map: dict[str, str] = {}
-    total = 0
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
-        groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    groups: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        group = name.split(".")[2] if ".layers." in name else "rest"
+        groups.setdefault(group, {})[name] = tensor
+    places: dict[str, str] = {}
     for index, names in enumerate(groups.values()):
         tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            for key, shape in _keys_on_disk(config.model_type, name, shapes[name]):
-                tensors |= encode(key, shape, device)
+        for key, value in revert_weight_conversion(model, names).items():
+            tensors |= encode(key, tuple(value.shape), device)
         file = f"model-{index:05d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
-    return total
+        places |= dict.fromkeys(tensors, file)
+    index_file = json.dumps({"metadata": {}, "weight_map": places})
+    (folder / "model.safetensors.index.json").write_text(index_file)
 
 
-def _keys_on_disk(
-    model_type: str, name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the keys and shapes of a parameter in a 16-bit checkpoint."""
-    stem, _, leaf = name.rpartition(".")
-    if not stem.endswith(".experts") or model_type == "gpt_oss":  # whose experts are stored fused
-        yield name, shape
-        return
-    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-    for expert in range(shape[0]):
-        for part in parts:
-            yield f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
-
-
-def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """Make bf16 weights of a standard deviation of 0.02."""
+def encode_bf16(key: str, shape: tuple[int, ...], device: Any) -> dict[str, torch.Tensor]:
+    """Make bf16 matrices of a standard deviation of 0.02, and norms of ones."""
+    if len(shape) == 1:
+        return {key: torch.ones(shape, dtype=torch.bfloat16)}
     return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
 
 
 def write_tokenizer(folder: Path) -> Any:
     """Save and return a tokenizer of bytes, with a chat template that marks replies."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -122,26 +96,3 @@ def write_tokenizer(folder: Path) -> Any:
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks)
     saved.save_pretrained(folder)
     return saved
-
-
-def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:
-    """A packed weight of random MXFP4 codes that decodes to `shape` in bf16, std about 0.02.
-
-    Args:
-        shape: Of the parameter.
-        transposed: Whether that is `(E, in, out)`: codes run along `in`, whatever it is.
-        device: Where the weight is to be.
-
-    Raises:
-        ValueError: Rows have no whole blocks of 32.
-    """
-    from moe_qlora.packing.mxfp4 import MXFP4
-    from moe_qlora.packing.settings import CodecSettings
-
-    if shape[1 if transposed else 2] % 32:
-        raise ValueError(f"{tuple(shape)} has no whole blocks of 32")
-    numel = torch.Size(shape).numel()
-    codes = torch.randint(256, (numel // 2,), device=device, dtype=torch.uint8)
-    exponents = torch.randint(119, 122, (numel // 32,), device=device, dtype=torch.uint8)
-    settings = CodecSettings("mxfp4", stored_transposed=transposed)
-    return MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)

@@ -9,12 +9,8 @@ that `moe_qlora.plan` finds, or the memory that the smallest setting needs. Sett
 all layers keep their activations, as `plan` says of `fit_memory`.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
-import datetime as dt
-import re
 import time
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -22,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import head
+from common import head, today
 
 import moe_qlora
 
@@ -103,12 +99,12 @@ def planned(model: str, gpus: str, seq: int) -> Cell:
 
 def read() -> dict[tuple[str, str, int], Row]:
     """Return the rows of the data by model, GPUs and length."""
-    with DATA.open(newline="", encoding="utf-8") as file:
-        rows = [[*row.values()] for row in csv.DictReader(file)]
     found = {}
-    for *where, model, gpus, seq, setting, engine, needed, least, host in rows:
-        cell = Cell(model, gpus, int(seq), setting, engine, int(needed), int(least), int(host))
-        found[cell[:3]] = cell, tuple(where)
+    with DATA.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            *where, model, gpus, seq, setting, engine, needed, least, host = row.values()
+            cell = Cell(model, gpus, int(seq), setting, engine, int(needed), int(least), int(host))
+            found[cell[:3]] = cell, tuple(where)
     return found
 
 
@@ -151,29 +147,23 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], space: str = 
 
 def filled(page: Path) -> str:
     """Return a page with what stands between its `<!-- NAME: begin -->` marks written anew."""
-    rows, text = read(), page.read_text(encoding="utf-8")
-    cells = {key: cell for key, (cell, _) in rows.items()}
-    whole = [
-        (title, f"{seq:,}", *(shown(cells[model, gpus, seq]) for gpus in GPUS.values()))
-        for (model, title), seq in product(MODELS.items(), PAGE_SEQS)
-    ]
-    short = [
-        (title, *(shown(cells[model, GPUS[size], README_SEQ], True) for size in CARDS))
-        for model, title in MODELS.items()
-    ]
-    of_readme = ("model", *(f"{card}, {size}" for size, card in CARDS.items()))
-    blocks = {"what-fits": table(of_readme, short, space="")}
-    if page == PAGE:
-        blocks = {"cells": table(("model", "tokens", *GPUS), whole)}
+    rows, text, lines = read(), page.read_text(encoding="utf-8"), list[Sequence[str]]()
+    brief, sizes = page == README, CARDS if page == README else GPUS
+    for (model, title), seq in product(MODELS.items(), [README_SEQ] if brief else PAGE_SEQS):
+        cells = [shown(rows[model, GPUS[size], seq][0], brief) for size in sizes]
+        lines.append((title, *([] if brief else [f"{seq:,}"]), *cells))
+    if brief:
+        cards = (f"{card}, {size}" for size, card in CARDS.items())
+        blocks = {"what-fits": table(("model", *cards), lines, space="")}
+    else:
+        blocks = {"cells": table(("model", "tokens", *GPUS), lines)}
         blocks["settings"] = settings_table(rows.values())
     for name, block in blocks.items():
-        marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-        pattern = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
-        text, count = pattern.subn(f"{marks[0]}\n\n{block}\n\n{marks[1]}", text)
-        if count != 1:
-            raise LookupError(
-                f"{page} has {count} places for {name}, between {' and '.join(marks)}"
-            )
+        before, begin, rest = text.partition(f"<!-- {name}: begin -->")
+        _, end, after = rest.partition(f"<!-- {name}: end -->")
+        if not end:
+            raise LookupError(f"{page} has no place for {name}")
+        text = f"{before}{begin}\n\n{block}\n\n{end}{after}"
     return text
 
 
@@ -182,17 +172,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=MODELS, default=[*MODELS])
     for model in parser.parse_args().models:
-        today = dt.datetime.now(dt.UTC).date().isoformat()
-        where, start = (today, head(), *map(version, PACKAGES)), time.process_time()
+        where, start = (today(), head(), *map(version, PACKAGES)), time.process_time()
         cells = [planned(model, gpus, seq) for seq, gpus in product(SEQS, GPUS.values())]
         print(f"{model}: {time.process_time() - start:.0f} s", flush=True)
         rows = read() | {cell[:3]: (cell, where) for cell in cells}
-        order = ((m, g, s) for m, s, g in product(MODELS, SEQS, GPUS.values()))
+        keys = [(m, g, s) for m, s, g in product(MODELS, SEQS, GPUS.values())]
         with DATA.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("date", "commit", *PACKAGES, *Cell._fields))
-            every = (rows[key] for key in order if key in rows)
-            writer.writerows((*where, *cell) for cell, where in every)
+            writer.writerows((*rows[key][1], *rows[key][0]) for key in keys if key in rows)
     for page in (PAGE, README):
         page.write_text(filled(page), encoding="utf-8")
 

@@ -6,8 +6,6 @@ Every file keeps its place, so that relative links lead where they lead in the r
 1, with a line for each, where a page links to a folder or to nothing: a site has neither.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -16,32 +14,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)")
 
-
-def pages() -> list[Path]:
-    """The pages of the repository: all Markdown but that of tests and environments."""
-    places = ["*.md", "moe_qlora/**/*.md", "tools/**/*.md"]
-    return sorted(page for place in places for page in ROOT.glob(place))
-
-
-def main() -> int:
-    target = Path(sys.argv[1]).resolve() / "source"
-    shutil.rmtree(target.parent, ignore_errors=True)
-    files, wrong = set(pages()), []
-    for page in pages():
-        for link in LINK.findall(page.read_text(encoding="utf-8")):
-            there = (page.parent / link).resolve()
-            if there.is_file() and there.is_relative_to(ROOT):
-                files.add(there)
-            else:
-                wrong.append(f"{page.relative_to(ROOT)} links to {link}, which is no file")
-    for file in sorted(files):
-        copy = target / file.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
-    shutil.copy(Path(__file__).parent / "mkdocs.yml", target.parent)
-    print(*wrong, sep="\n", file=sys.stderr, end="\n" if wrong else "")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+target = Path(sys.argv[1]).resolve() / "source"
+shutil.rmtree(target.parent, ignore_errors=True)
+places = ["*.md", "moe_qlora/**/*.md", "tools/**/*.md"]  # not those of tests and environments
+pages = sorted(page for place in places for page in ROOT.glob(place))
+files, wrong = set(pages), []
+for page in pages:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        there = (page.parent / link).resolve()
+        if there.is_file() and there.is_relative_to(ROOT):
+            files.add(there)
+        else:
+            wrong.append(f"{page.relative_to(ROOT)} links to {link}, which is no file")
+for file in sorted(files):
+    copy = target / file.relative_to(ROOT)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(file, copy)
+shutil.copy(Path(__file__).parent / "mkdocs.yml", target.parent)
+print(*wrong, sep="\n", file=sys.stderr, end="\n" if wrong else "")
+sys.exit(bool(wrong))

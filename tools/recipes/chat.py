@@ -6,15 +6,13 @@
 
 Each line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant",
 "content": "..."}, ...]}; chat.jsonl is a sample, whose replies end with "In short: ...". A tenth of
-it is held out. Each --every steps the held-out loss is computed
-and a checkpoint is saved, from which --resume goes on; the best one is kept at the end. Then the
-adapter is loaded again, answers a held-out question, and is written as vLLM serves it.
+it is held out. Each --every steps the held-out loss is computed and a checkpoint is saved, from
+which --resume goes on; the best one is kept at the end. Then the adapter is loaded again, answers a
+held-out question, and is written as vLLM serves it.
 
 The loss is on the assistant's tokens alone. TRL knows which these are for the chat templates of
-Qwen3, gpt-oss, GLM-4.5 and many more. For any other template, each reply becomes a row, with the
-messages before it as its prompt.
-
---pack puts whole conversations one after another into rows of --seq tokens: fewer and fuller steps.
+Qwen3, gpt-oss, GLM-4.5 and many more. For any other, each reply becomes a row, with the messages
+before it as its prompt. --pack puts whole conversations one after another into rows.
 """
 
 import argparse
@@ -83,12 +81,8 @@ def rows_of(part: list[list[dict[str, str]]]) -> Dataset:
 
 def load() -> torch.nn.Module:
     """Return the model with all experts packed."""
-    bnb_config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
     with moe_qlora.enabled():
         return AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=bnb_config, dtype=dtype, device_map="auto"
@@ -97,30 +91,22 @@ def load() -> torch.nn.Module:
 
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention, task_type="CAUSAL_LM")
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": options.every}
+save = {"save_steps": options.every, "save_total_limit": 2, "load_best_model_at_end": True}
+steps = {"num_train_epochs": options.epochs, "max_steps": options.steps, "warmup_steps": 5}
+steps |= {"learning_rate": 2e-4, "optim": "adamw_torch_fused", "gradient_accumulation_steps": 8}
 args = SFTConfig(
-    output_dir=options.out,
-    num_train_epochs=options.epochs,
-    max_steps=options.steps,
+    options.out,
     max_length=options.seq,
     packing=options.pack,
     assistant_only_loss=marked,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    gradient_accumulation_steps=8,
-    learning_rate=2e-4,
-    warmup_steps=5,
-    optim="adamw_torch_fused",
     bf16=gpu,
     use_cpu=not gpu,
     router_aux_loss_coef=0.0,  # routers are frozen, and with router logits no layer is compiled
-    eval_strategy="steps",
-    eval_on_start=True,
-    eval_steps=options.every,
-    save_steps=options.every,
-    save_total_limit=2,
-    load_best_model_at_end=True,
     logging_steps=1,
     report_to=options.log,
+    **batch | evaluate | save | steps,
 )
 held_out = max(1, len(chats) // 10)
 model = moe_qlora.get_peft_model(load(), lora_config, experts=True)

@@ -13,14 +13,9 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
 
@@ -61,20 +56,12 @@ lora_config = LoraConfig(r=32, lora_alpha=64, **more)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
 model.config.use_cache = False
 print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
-args = TrainingArguments(
-    output_dir=options.out,
-    max_steps=options.steps,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    learning_rate=1e-4,
-    lr_scheduler_type="cosine",
-    optim="adamw_torch_fused",
-    save_steps=0.25,  # of all steps
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_steps=0.25,
-)
-trainer = Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept])
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 1e-4, "optim": "adamw_torch_fused", "lr_scheduler_type": "cosine"}
+steps = {"max_steps": options.steps, "logging_steps": 1}
+args = transformers.TrainingArguments(options.out, **steps, **batch, **evaluate, **optimizer)
+trainer = transformers.Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept])
 trainer.train(resume_from_checkpoint=options.resume)
 model.save_pretrained(options.out)
 tokenizer.save_pretrained(options.out)

@@ -31,35 +31,27 @@ dtype = torch.bfloat16 if gpu else torch.float32
 
 pairs = [json.loads(line) for line in options.data.read_text("utf-8").splitlines()]
 kept = min(64, max(1, len(pairs) // 10))  # held out
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=dtype,
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 experts = ["experts.gate_up_proj", "experts.down_proj"]  # moe-qlora dump MODEL prints the names
 lora_config = LoraConfig(
     r=8, lora_alpha=16, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
 moe_qlora.enable()  # TRL's load packs experts
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 5e-6, "optim": "adamw_torch_fused", "gradient_accumulation_steps": 8}
 args = DPOConfig(
-    output_dir=options.out,
+    options.out,
     max_steps=options.steps,
     max_length=options.seq,
     beta=0.1,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    gradient_accumulation_steps=8,
-    learning_rate=5e-6,
-    optim="adamw_torch_fused",
     model_init_kwargs={"dtype": dtype},
     bf16=gpu,
     use_cpu=not gpu,
     logging_steps=1,
-    eval_strategy="steps",
-    eval_on_start=True,
-    eval_steps=0.25,  # of all steps
+    **batch | evaluate | optimizer,
 )
 trainer = DPOTrainer(
     model=options.model,

@@ -15,14 +15,9 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
 
@@ -59,18 +54,10 @@ lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
 model.config.use_cache = False
 print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
-args = TrainingArguments(
-    output_dir=options.out,
-    max_steps=options.steps,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    gradient_accumulation_steps=8,
-    learning_rate=2e-4,
-    optim="adamw_torch_fused",
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_on_start=True,
-    eval_steps=0.25,  # of all steps
-)
-Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept]).train()
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 2e-4, "optim": "adamw_torch_fused", "gradient_accumulation_steps": 8}
+steps = {"max_steps": options.steps, "logging_steps": 1}
+args = transformers.TrainingArguments(options.out, **steps, **batch, **evaluate, **optimizer)
+transformers.Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept]).train()
 model.save_pretrained(options.out)

@@ -47,23 +47,20 @@ lora_config = LoraConfig(
     r=8, lora_alpha=16, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
 moe_qlora.enable()  # TRL's load packs experts
+batch = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+evaluate = {"eval_strategy": "steps", "eval_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 1e-5, "optim": "adamw_torch_fused"}
+server = {"use_vllm": options.server is not None, "vllm_mode": "server"}
 args = GRPOConfig(
-    output_dir=options.out,
+    options.out,
+    vllm_server_base_url=options.server,
     max_steps=options.steps,
     max_completion_length=options.length,
     num_generations=4,
-    per_device_train_batch_size=4,
-    per_device_eval_batch_size=4,
-    learning_rate=1e-5,
-    optim="adamw_torch_fused",
     model_init_kwargs={"dtype": dtype},
     bf16=gpu,
     logging_steps=1,
-    eval_strategy="steps",
-    eval_steps=0.25,  # of all steps
-    use_vllm=options.server is not None,
-    vllm_mode="server",
-    vllm_server_base_url=options.server,
+    **batch | evaluate | optimizer | server,
 )
 with adapters_to_vllm(base=options.model):  # of use with a server alone
     trainer = GRPOTrainer(

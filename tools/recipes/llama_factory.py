@@ -8,8 +8,6 @@ LLaMA-Factory has no hook between building a model and adding adapters: one name
 replaced.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

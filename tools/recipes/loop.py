@@ -22,13 +22,10 @@ rank, gpus = distributed.get_rank(), torch.cuda.is_available()
 dtype = torch.bfloat16 if gpus else torch.float32
 if gpus:
     torch.cuda.set_device(rank % torch.cuda.device_count())
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+packing = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **nf4), "dtype": dtype}
 with moe_qlora.enabled():
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=bnb_config, dtype=dtype
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, **packing)
 torch.manual_seed(0)  # equal adapters on all ranks
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)

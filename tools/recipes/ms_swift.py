@@ -7,8 +7,6 @@ Models are packed as they load, for as long as this process runs. `--lora_rank`,
 and others of ms-swift's own LoRA hold.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from peft import LoraConfig, PeftModel

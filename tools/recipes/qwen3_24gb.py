@@ -17,14 +17,9 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from peft import LoraConfig
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import moe_qlora
 
@@ -45,12 +40,8 @@ blocks = [ids[i : i + options.seq] for i in range(0, len(ids) - options.seq + 1,
 rows = [{"input_ids": block, "labels": block} for block in blocks]
 kept = min(64, max(1, len(rows) // 10))  # held out
 
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=dtype,
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+bnb_config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **nf4)
 with moe_qlora.enabled():  # experts are packed while they load
     model = AutoModelForCausalLM.from_pretrained(
         options.model, quantization_config=bnb_config, dtype=dtype, device_map="auto"
@@ -60,18 +51,10 @@ lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True, autocast_adapter_dtype=False)
 model.config.use_cache = False
 print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
-args = TrainingArguments(
-    output_dir=options.out,
-    max_steps=options.steps,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    gradient_accumulation_steps=8,
-    learning_rate=2e-4,
-    optim="adamw_torch_fused",
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_on_start=True,
-    eval_steps=0.25,  # of all steps
-)
-Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept]).train()
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 2e-4, "optim": "adamw_torch_fused", "gradient_accumulation_steps": 8}
+steps = {"max_steps": options.steps, "logging_steps": 1}
+args = transformers.TrainingArguments(options.out, **steps, **batch, **evaluate, **optimizer)
+transformers.Trainer(model, args, train_dataset=rows[kept:], eval_dataset=rows[:kept]).train()
 model.save_pretrained(options.out)

@@ -21,26 +21,23 @@ from moe_qlora.distributed.sharding import shards_integers
 folder, out = sys.argv[1:3]
 gpus = torch.cuda.is_available()
 dtype = torch.bfloat16 if gpus else torch.float32
-bnb_config = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-)
+nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+bnb_config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 experts = ["experts.gate_up_proj", "experts.down_proj"]  # moe-qlora dump MODEL prints the names
 lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention, target_parameters=experts)
 moe_qlora.enable()
+steps = {"max_steps": 10, "logging_steps": 1, "save_strategy": "no"}
+steps |= {"eval_strategy": "steps", "eval_steps": 5}
 args = SFTConfig(
-    output_dir=out,
-    max_steps=10,
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_steps=5,
-    save_strategy="no",
+    out,
     bf16=gpus,
     use_cpu=not gpus,
     model_init_kwargs={"dtype": dtype},
     ddp_find_unused_parameters=False,  # every expert has a gradient, if no token a zero one
     fsdp="--ddp" not in sys.argv,
     fsdp_config=None if "--ddp" in sys.argv else {"version": 2},
+    **steps,
 )
 rows = torch.randint(0, 100, (80, 32)).tolist()  # put your data here
 trainer = SFTTrainer(

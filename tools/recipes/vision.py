@@ -13,15 +13,10 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from peft import LoraConfig
 from PIL import Image
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 import moe_qlora
 
@@ -67,20 +62,13 @@ attention = r".*language_model.*\.(q|k|v|o)_proj"  # not the tower's
 lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
 print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
-args = TrainingArguments(
-    output_dir=options.out,
-    max_steps=options.steps,
-    per_device_train_batch_size=1,
-    per_device_eval_batch_size=1,
-    learning_rate=2e-4,
-    optim="adamw_torch_fused",
-    remove_unused_columns=False,  # collate reads them
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_on_start=True,
-    eval_steps=0.25,  # of all steps
-)
+batch = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
+evaluate = {"eval_strategy": "steps", "eval_on_start": True, "eval_steps": 0.25}  # of all steps
+optimizer = {"learning_rate": 2e-4, "optim": "adamw_torch_fused"}
+steps = {"max_steps": options.steps, "logging_steps": 1}
+args = transformers.TrainingArguments(options.out, **steps, **batch, **evaluate, **optimizer)
+args.remove_unused_columns = False  # collate reads them
 data = {"train_dataset": rows[kept:], "eval_dataset": rows[:kept], "data_collator": collate}
-Trainer(model, args, **data).train()
+transformers.Trainer(model, args, **data).train()
 model.save_pretrained(options.out)
 processor.save_pretrained(options.out)

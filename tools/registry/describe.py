@@ -1,9 +1,9 @@
 """Describe one model type in plain JSON values: its expert weights, and what surrounds them."""
 
-from __future__ import annotations
-
 import re
+from copy import deepcopy
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,17 +16,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moe_qlora import registry
 from moe_qlora.layout import name_pattern
 
-from .classes import MODELS, model_class
-from .definitions import Definition, definition_of
-from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
+from .classes import Definition, definition_of, model_class
+from .tiny import TINY_EXPERTS, default_of, tiny_kwargs
 
-_ROUTER_NAMES = ("router", "gate")
-_ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
+_ROUTER = re.compile(r"^(router|gate)$|(Router|Gating|Gate)$")  # a name, or the end of a class
+_ROLES = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """One fused expert weight of a built model."""
+    """One fused expert weight of a built model, by its first name."""
 
     name: str
     owner: nn.Module
@@ -38,79 +37,59 @@ class ExpertWeight:
     @property
     def num_experts(self) -> int:
         """E: the first dimension, or what the module says where experts share it with rows."""
-        if self.definition.packed_rows:
-            return int(str(self.owner.moe_num_experts))
-        return self.shape[0]
-
-    @property
-    def parameter(self) -> str:
-        return self.name.rpartition(".")[2]
+        rows = self.definition.packed_rows
+        return int(str(self.owner.moe_num_experts)) if rows else self.shape[0]
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers in its name."""
         return tuple(int(part) for part in self.name.split(".") if part.isdigit())
 
+    @property
+    def role(self) -> str:
+        """What it does, by its own name or by the name of its owner."""
+        leaf, owner = self.name.rpartition(".")[2], self.owner_name.rpartition(".")[2]
+        if found := {**_ROLES, **self.definition.roles}.get(leaf):
+            return found
+        # JetMoE: the input projection of its feed-forward experts holds both halves of a gated
+        # unit, that of its attention experts is a plain query projection.
+        entry = "up" if "attention" in self.owner_name else "gate_up"
+        return "down" if owner == "output_linear" else entry
 
-def build(model_type: str, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Return the model on the meta device, tied as `from_pretrained` would tie it."""
-    config_class = CONFIG_MAPPING[model_type]
-    maker = model_class(config_class)
-    if maker is None:
-        raise LookupError(f"no model class for {model_type}")
+
+def by_pattern(maker: Any, config: Any) -> tuple[PreTrainedModel, dict[str, list[ExpertWeight]]]:
+    """Build a model on meta, tied as `from_pretrained` would tie it; return it and its weights.
+
+    Expert weights by name with `*` for numbers; tied ones once, with their other names.
+    """
     with torch.device("meta"), initialization.no_init_weights():
-        model = maker._from_config(config_class(**kwargs))
+        model = maker._from_config(config)
     model.tie_weights()
-    return model
-
-
-def by_pattern(model: nn.Module) -> dict[str, list[ExpertWeight]]:
-    """Return expert weights by name with `*` for numbers; tied ones once, with other names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    weights: dict[int, ExpertWeight] = {}
-    for owner_name, owner in model.named_modules():
-        definition = definition_of(owner, MODELS)
-        for parameter_name in definition.weights if definition else ():
-            assert definition is not None
-            parameter = owner.get_parameter(parameter_name)
-            if id(parameter) in weights:
-                continue
-            first, *others = names[id(parameter)]
-            weights[id(parameter)] = ExpertWeight(
-                first, owner, owner_name, definition, tuple(parameter.shape), tuple(others)
-            )
+    seen: set[int] = set()
     grouped: dict[str, list[ExpertWeight]] = {}
-    for weight in weights.values():
-        grouped.setdefault(name_pattern(weight.name), []).append(weight)
-    return grouped
-
-
-def _role(weight: ExpertWeight) -> str:
-    """Return what the weight does, by its own name or by the name of its owner."""
-    if weight.parameter in weight.definition.roles:
-        return weight.definition.roles[weight.parameter]
-    by_name = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-    if weight.parameter in by_name:
-        return by_name[weight.parameter]
-    owner = weight.owner_name.rpartition(".")[2]
-    if owner == "output_linear":
-        return "down"
-    # JetMoE: the input projection of its feed-forward experts holds both halves of a gated unit,
-    # that of its attention experts is a plain query projection.
-    return "up" if "attention" in weight.owner_name else "gate_up"
+    for where, owner in model.named_modules():
+        definition = definition_of(owner)
+        for leaf in definition.weights if definition else ():
+            assert definition is not None
+            parameter = owner.get_parameter(leaf)
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            first, *others = names[id(parameter)]
+            shape = tuple(parameter.shape)
+            weight = ExpertWeight(first, owner, where, definition, shape, tuple(others))
+            grouped.setdefault(name_pattern(first), []).append(weight)
+    return model, grouped
 
 
 def _ranges(indices: list[int]) -> str:
     """Return `0-3,5` for [0, 1, 2, 3, 5]."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    pairs = groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in pairs]
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
 
 
 def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
@@ -127,26 +106,21 @@ def instances(weights: list[ExpertWeight]) -> dict[str, Any]:
 
 
 def _router(weight: ExpertWeight, model: nn.Module) -> dict[str, Any] | None:
-    """Return the router nearest to an experts module: beside it, or beside what holds it."""
+    """Return the router nearest to an experts module: beside it, or beside what holds it.
+
+    Of it the last Linear layer, which scores the experts, or its parameter.
+    """
     parts = weight.owner_name.split(".")
     for length in range(len(parts) - 1, max(len(parts) - 4, -1), -1):
         prefix = ".".join(parts[:length])
         for name, child in model.get_submodule(prefix).named_children():
-            if name in _ROUTER_NAMES or _ROUTER_CLASS.search(type(child).__name__):
-                return {
-                    "plain_linear": any(type(module) is nn.Linear for module in child.modules()),
-                    "weight": name_pattern(_router_weight(child, f"{prefix}.{name}".lstrip("."))),
-                }
+            if _ROUTER.search(name) or _ROUTER.search(type(child).__name__):
+                linears = [path for path, one in child.named_modules() if type(one) is nn.Linear]
+                inner = [p for p, module in child.named_modules() if isinstance(module, nn.Linear)]
+                inner = inner or [p for p, one in child.named_parameters() if one.dim() == 2][:1]
+                path = f"{prefix}.{name}.{inner[-1]}".strip(".")
+                return {"plain_linear": bool(linears), "weight": name_pattern(path)}
     return None
-
-
-def _router_weight(router: nn.Module, name: str) -> str:
-    """Return the last Linear layer of a router, which scores the experts, or its parameter."""
-    linears = [path for path, module in router.named_modules() if isinstance(module, nn.Linear)]
-    if linears:
-        return f"{name}.{linears[-1]}".rstrip(".")
-    bare = [path for path, parameter in router.named_parameters() if parameter.dim() == 2]
-    return f"{name}.{bare[0]}"
 
 
 def _checkpoint_keys(
@@ -167,48 +141,16 @@ def _checkpoint_keys(
     return {"keys": [], "layout": "unknown"}
 
 
-def _entry(
-    pattern: str,
-    tiny: list[ExpertWeight],
-    published: list[ExpertWeight],
-    model: PreTrainedModel,
-    everything: list[ExpertWeight],
-) -> dict[str, Any]:
-    """Return what the file says of the weights of one name pattern.
-
-    Its keys, where their names do not tell: `role` and `transposed`, as of `ExpertParam`;
-    `interleaved`, gate and up rows by turns; `post_norm`, a norm after each expert; `packed_rows`,
-    experts one below the other in a 2-D parameter; `dispatches`, through transformers' experts
-    interface; `checkpoint`, the keys on disk, "per expert" or "fused"; `published` and `tiny`,
-    where the weights are at these sizes.
-    """
-    first = tiny[0]
-    flags, packed_rows = first.definition.flags, first.definition.packed_rows
-    return {
-        "aliases": sorted({name_pattern(alias) for alias in first.aliases}),
-        "biases": list(first.definition.biases),
-        "checkpoint": _checkpoint_keys(first, model, everything),
-        "dispatches": first.definition.dispatches,
-        "experts_class": first.definition.class_name,
-        "gated": flags["has_gate"] and "attention" not in pattern,  # JetMoE's query experts
-        "interleaved": not flags["is_concatenated"],
-        "packed_rows": packed_rows,
-        "pattern": pattern,
-        "post_norm": flags["has_post_expert_norm"],
-        "published": instances(published),
-        "role": _role(first),
-        "router": _router(first, model),
-        "tiny": instances(tiny),
-        # Rows of one expert are its intermediate features: out for the inputs, in for the output.
-        "transposed": _role(first) == "down" if packed_rows else flags["is_transposed"],
-    }
-
-
 def describe(model_type: str) -> dict[str, Any] | None:
     """Return everything that a registry file says about a model type; None without experts.
 
-    `checkpoints` of a file are kept: by hub id what the config.json of a well-known checkpoint says
-    beyond the class's defaults, as far as memory and compute depend on it.
+    Of the weights of a pattern, where the names of the keys do not tell: `role` and `transposed`,
+    as of `ExpertParam`; `packed_rows`, experts one below the other in a 2-D parameter;
+    `dispatches`, through transformers' experts interface; `checkpoint`, the keys on disk, "per
+    expert" or "fused"; `published` and `tiny`, where the weights are at these sizes. A file's
+    configurations are kept, so that they can be mended by hand: `tiny_config`; `published`, what
+    the class's defaults lack; and `checkpoints`, by hub id what the config.json of a well-known
+    checkpoint says beyond the defaults, as far as memory and compute depend on it.
 
     Raises:
         Exception: Whatever transformers raises where a model cannot be built.
@@ -218,24 +160,38 @@ def describe(model_type: str) -> dict[str, Any] | None:
     maker = model_class(config_class)
     if maker is None:
         return None
-    kwargs = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
-    model = build(model_type, kwargs)
-    tiny = by_pattern(model)
+    entry = registry.load(model_type) if model_type in registry.model_types() else None
+    kwargs: Any = tiny_kwargs(config_class, default_of(config_class), TINY_EXPERTS)
+    kwargs, full_kwargs = (entry.tiny_config, entry.published_config) if entry else (kwargs, {})
+    model, tiny = by_pattern(maker, config_class(**deepcopy(kwargs)))
     if not tiny:
         return None
-    full_kwargs = published_kwargs(config_class, default_of(config_class))
-    published = by_pattern(build(model_type, full_kwargs))
+    _, published = by_pattern(maker, config_class(**deepcopy(full_kwargs)))
     if missing := tiny.keys() - published.keys():
         raise LookupError(f"the default configuration has no {', '.join(sorted(missing))}")
     everything = [weight for group in tiny.values() for weight in group]
-    known = model_type in registry.model_types()
+    experts = [
+        {
+            "aliases": sorted({name_pattern(alias) for alias in first.aliases}),
+            "biases": list(known.biases),
+            "checkpoint": _checkpoint_keys(first, model, everything),
+            "dispatches": known.dispatches,
+            "packed_rows": known.packed_rows,
+            "pattern": pattern,
+            "published": instances(published[pattern]),
+            "role": first.role,
+            "router": _router(first, model),
+            "tiny": instances(weights),
+            # An expert's rows are its intermediate features: out of the inputs, in of the output.
+            "transposed": first.role == "down" if known.packed_rows else known.transposed,
+        }
+        for pattern, weights in tiny.items()
+        for first, known in [(weights[0], weights[0].definition)]
+    ]
     return {
         "class": maker.__name__,
-        "checkpoints": dict(registry.load(model_type).checkpoints) if known else {},
-        "experts": [
-            _entry(pattern, weights, published[pattern], model, everything)
-            for pattern, weights in tiny.items()
-        ],
+        "checkpoints": entry.checkpoints if entry else {},
+        "experts": experts,
         "model_type": model_type,
         "published": {"config": full_kwargs},
         "tiny_config": kwargs,

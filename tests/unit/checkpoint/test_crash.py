@@ -7,22 +7,21 @@ import itertools
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import check_folder, contents
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from folders import bits, check_folder, contents
+from tqdm.std import tqdm
+from training import loaded, packed
 
-import moe_qlora
-from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import folder as staging
 from moe_qlora.checkpoint.folder import left_behind
 from moe_qlora.checkpoint.manifest import CONFIG
 from moe_qlora.errors import CheckpointError
-from moe_qlora.testing import tiny_model
 
 KILLED, REFUSED = 9, 10
 FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
@@ -34,11 +33,8 @@ class Saves:
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "model"
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         sizes: dict[str, Any] = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
-        self.models = [tiny_model("qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
-        for model in self.models:
-            quantize_experts(model, config)
+        self.models = [packed(seed=seed, **sizes) for seed in (0, 1)]
         self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1)]
         for number, fresh in enumerate(self.fresh):
             self.save(number, fresh)
@@ -52,8 +48,8 @@ class Saves:
         shutil.rmtree(self.folder, ignore_errors=True)
         if existing:
             shutil.copytree(self.fresh[0], self.folder)
+            (self.folder / "notes").mkdir()
             for name, content in FOREIGN.items():
-                (self.folder / name).parent.mkdir(exist_ok=True)
                 (self.folder / name).write_bytes(content)
 
     def held(self, existing: bool) -> str:
@@ -83,12 +79,33 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return Saves(tmp_path_factory.mktemp("saves") / "place")
 
 
-def die() -> None:
-    os._exit(KILLED)
-
-
 def disk_full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do `work` in a copy of this process, which says nothing; return its exit status.
+
+    Its tqdm has a lock of its own: the stock one is a semaphore between processes, which a copy
+    that dies while it draws would keep for ever.
+    """
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        torch.set_num_threads(1)  # the others are not copied
+        lock, classes = threading.RLock(), [tqdm]
+        for cls in classes:
+            cls.set_lock(lock)
+            classes += cls.__subclasses__()
+        work()
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> None:
@@ -96,11 +113,11 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
 
     Of tensors, every fourth is a change. How many there were is written to the file `report`.
     """
-    count, tensors = 0, itertools.count()
+    changes, tensors = itertools.count(1), itertools.count()
+    flush, put = os.fsync, staging.ShardWriter.write
 
     def tick() -> None:
-        nonlocal count
-        count += 1
+        count = next(changes)
         os.pwrite(report, count.to_bytes(8, "little"), 0)
         if count == stop:
             act()
@@ -110,24 +127,18 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
         if (writes or event in _EVENTS) and str(root) in str(args[0]):
             tick()
 
-    flush, put = os.fsync, staging.ShardWriter.write
-
-    def fsync(handle: int) -> None:
-        tick()
-        flush(handle)
-
     def write(self: Any, *args: Any) -> None:
         if next(tensors) % 4 == 0:
             tick()
         put(self, *args)
         self._file.flush()
 
-    os.fsync, staging.ShardWriter.write = fsync, write
+    os.fsync, staging.ShardWriter.write = lambda handle: (tick(), flush(handle))[1], write
     sys.addaudithook(hook)
 
 
 def stopped(
-    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
+    saves: Saves, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
 ) -> Iterator[tuple[int, int, str]]:
     """Save the second model once for each change, or some: `stop`, exit code, what is held."""
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
@@ -144,7 +155,7 @@ def stopped(
     while changes >= stop:
         stop += step
         saves.start(existing)
-        status = copied(work).ended()
+        status = forked(work)
         changes = int.from_bytes(os.pread(report, 8, 0), "little")
         yield stop, status, saves.held(existing)
     os.close(report)
@@ -152,18 +163,15 @@ def stopped(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("existing", "step"), [(False, 4), (True, 1)], ids=["new folder", "existing folder"]
+    ("existing", "step"), [(False, 5), (True, 3)], ids=["new folder", "existing folder"]
 )
-def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, step):
+def test_killed_before_changes_of_the_disk(saves, tmp_path, existing, step):
     seen = []
-    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die, step):
+    for stop, status, holds in stopped(saves, tmp_path, existing, lambda: os._exit(KILLED), step):
         assert status in (0, KILLED)
         seen.append(holds)
         if holds == "new" and seen.count("new") == 1:
-            with moe_qlora.enabled():
-                again = AutoModelForCausalLM.from_pretrained(saves.folder)
-            state = saves.models[1].state_dict()
-            assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
+            assert bits(loaded(saves.folder, None, dtype="auto")) == bits(saves.models[1])
         if stop % 8 == 0 or holds == "new":
             saves.again(existing)
     # Everything in its order, and nothing twice: old (or none), then new.
@@ -174,15 +182,15 @@ def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, st
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, copied, tmp_path):
+def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, tmp_path):
     refused, stuck = [], 0
-    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full, 2):
+    for stop, status, holds in stopped(saves, tmp_path, True, disk_full, 3):
         assert status == REFUSED or (status, holds) == (0, "new"), f"at change {stop}"
         refused += [holds] if status == REFUSED else []
         if saves.staged():  # its removal was what failed: the next save removes it
             stuck += 1
             saves.again(True)
-    assert refused.count("old") > 7
+    assert refused.count("old") > 5
     # the rest are folders that exist already, and files removed at the end
-    assert len(refused) > 0.35 * stop
+    assert len(refused) > 0.6 * stop / 3
     assert stuck <= 1

@@ -21,12 +21,11 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from small_models import fill
 from torch import Tensor
-from training import loaded, lora
+from training import NF4, adamw, loaded, lora
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    BitsAndBytesConfig,
 )
 from upstream import skip_llama4
 
@@ -44,7 +43,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXPERTS = ["gate_up_proj", "down_proj"]
 SHARDED = "40KB"
-DAMAGED = "adapter_config.json is damaged"
 
 
 def save(model: Any, folder: Path, **settings: Any) -> Path:
@@ -56,11 +54,10 @@ def save(model: Any, folder: Path, **settings: Any) -> Path:
 def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **settings: Any) -> Any:
     """A random adapter, saved; returns the model with it."""
     config: Any = LoraConfig(r=2, target_modules=linears or [], **settings)
-    adapted = peft.get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
+    adapted = fill(peft.get_peft_model(model, config), 3, 0.1)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            parameter.data.normal_(std=0.1, generator=generator)
+        if "modules_to_save" in name:
+            parameter.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     save(adapted, folder)
     return adapted
 
@@ -68,14 +65,6 @@ def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **setti
 def merge(root: Path, out: str = "out", **settings: Any) -> dict[str, Tensor]:
     moe_qlora.merge_adapter(root / "base", root / "adapter", root / out, **settings)
     return tensors(root / out)
-
-
-def assert_merges_as_peft(root: Path, adapted: Any) -> dict[str, Tensor]:
-    """Merge on disk and in memory, compare what they save; returns it."""
-    merged = merge(root)
-    save(adapted.merge_and_unload(), root / "reference")
-    assert_close(merged, tensors(root / "reference"))
-    return merged
 
 
 @pytest.fixture(scope="module")
@@ -94,33 +83,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def other_base(folders: Path, tmp_path: Path, weights: dict[str, Tensor]) -> Path:
-    """A base of the same configuration whose tensors are in one file."""
-    base = tmp_path / "base"
-    base.mkdir()
-    shutil.copyfile(folders / "base" / "config.json", base / "config.json")
-    save_file(weights, base / "model.safetensors", {"format": "pt"})
-    return base
-
-
-def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
-    """A copy of the adapter with other settings."""
-    shutil.copytree(folders / "adapter", target)
-    set_json(target / "adapter_config.json", **fields)
-    return target
-
-
-def noted(folders: Path, target: Path, kind: str, *linears: str, **fields: Any) -> Path:
-    """A copy of the adapter with a note of what was packed as it was trained."""
-    changed_config(folders, target)
-    note = {
-        "format_version": 1,
-        "codec": {"kind": kind, "double_quant": kind == "fp4", "blocksize": 64},
-        "experts": ["model.layers.0.mlp.experts.down_proj"],
-        "linears": linears,
-    }
-    (target / "moe_qlora_adapter.json").write_text(json.dumps(note | fields))
-    return target
+def note(root: Path, kind: str, *linears: str, **fields: Any) -> None:
+    """Note in the adapter's folder what was packed as it was trained."""
+    codec = {"kind": kind, "double_quant": False, "blocksize": 64}
+    experts = ["model.layers.0.mlp.experts.down_proj"]
+    said = {"format_version": 1, "codec": codec, "experts": experts, "linears": linears}
+    set_json(root / "adapter" / "moe_qlora_adapter.json", **{**said, **fields})
 
 
 def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
@@ -133,7 +101,7 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
         size = 8 + int.from_bytes((base / name).read_bytes()[:8], "little")
         assert (out / name).read_bytes()[:size] == (base / name).read_bytes()[:size]
     index, template = "model.safetensors.index.json", "additional_chat_templates/tool.jinja"
-    for name in ("config.json", "generation_config.json", "tokenizer.json", template):
+    for name in ("config.json", "tokenizer.json", template):
         assert (out / name).read_bytes() == (base / name).read_bytes()
     maps = [json.loads((place / index).read_text())["weight_map"] for place in (out, base)]
     assert maps[0] == maps[1]
@@ -175,22 +143,19 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
 # What PEFT can do to a Linear layer, an embedding, a module in full
 
 
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
+    "alpha_pattern": {r".*down_proj": 3},
+}
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("qwen3_moe", {"linears": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 3}}),
-        (
-            "qwen3_moe",
-            {
-                "target_parameters": EXPERTS,
-                "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
-                "alpha_pattern": {r".*down_proj": 3},
-                "use_rslora": True,
-            },
-        ),
+        ("qwen3_moe", {"target_parameters": EXPERTS, **PATTERNS, "use_rslora": True}),
         ("qwen3_moe", {"target_parameters": ["mlp.gate.weight", "gate_up_proj"]}),
-        ("qwen3_moe", {"linears": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
-        ("qwen3_moe", {"linears": ["embed_tokens", "o_proj"]}),
+        ("qwen3_moe", {"linears": ["embed_tokens", "o_proj"], "modules_to_save": ["lm_head"]}),
         ("gpt_oss", {"linears": ["q_proj"], "bias": "all"}),
         ("granitemoe", {"linears": ["embed_tokens"]}),  # tied
     ],
@@ -205,22 +170,11 @@ def test_settings_of_the_adapter(family, settings, tmp_path, monkeypatch):
         if name.endswith("q_proj.base_layer.bias"):
             parameter.data.fill_(0.25)
     save(adapted, tmp_path / "adapter")
-    merged = assert_merges_as_peft(tmp_path, adapted)
+    merged = merge(tmp_path)
+    save(adapted.merge_and_unload(), tmp_path / "reference")
+    assert_close(merged, tensors(tmp_path / "reference"))
     if "bias" in settings:
         assert bool((merged["model.layers.0.self_attn.q_proj.bias"] == 0.25).all())
-
-
-def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> None:
-    """transformers unties them as it loads; so a change of one is a change of one."""
-    model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
-    save(model, tmp_path / "base")
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    edit(tmp_path / "base", lambda held: held.update({head: held[embedding] + 1}))
-    weights = tensors(tmp_path / "base")
-    adapt(model, tmp_path / "adapter", linears=["embed_tokens"])
-    merged = merge(tmp_path)
-    assert torch.equal(merged[head], weights[head])
-    assert not torch.equal(merged[embedding], weights[embedding])
 
 
 def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
@@ -241,57 +195,81 @@ def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
 # What is refused
 
 
-def refuses(
-    error: type[Exception], match: str, base: Path, adapter: Path, out: Path, **settings: Any
-) -> None:
+@pytest.fixture
+def root(folders: Path, tmp_path: Path) -> Path:
+    """A copy of base and adapter that a test may spoil."""
+    for name in ("base", "adapter"):
+        shutil.copytree(folders / name, tmp_path / name)
+    return tmp_path
+
+
+def refuses(error: type[Exception], match: str, root: Path, **settings: Any) -> None:
     with pytest.raises(error, match=match) as caught:
-        moe_qlora.merge_adapter(base, adapter, out, **settings)
+        merge(root, **settings)
     assert "\n" not in str(caught.value)
-    assert not out.exists() and not list(out.parent.glob(".*.partial"))
+    assert not (root / "out").exists() and not list(root.glob(".*.partial"))
 
 
-Places = Callable[[Path, Path], tuple[Path, Path]]
-"""Gives base and adapter of a refused merge, given `folders` and `tmp_path`."""
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+Spoil = Callable[[Path], Any]
 Change = Callable[[dict[str, Tensor]], Any]
 
 
-def fields(**settings: Any) -> Places:
-    """The adapter with other settings."""
-    return lambda f, tmp: (f / "base", changed_config(f, tmp / "adapter", **settings))
+def fields(**settings: Any) -> Spoil:
+    return lambda root: set_json(root / "adapter" / "adapter_config.json", **settings)
 
 
-def weights(change: Change) -> Places:
-    """The adapter with other tensors."""
-    return lambda f, tmp: (f / "base", edit(changed_config(f, tmp / "adapter"), change))
+def weights(change: Change) -> Spoil:
+    return lambda root: edit(root / "adapter", change)
 
 
-def stored(change: Change) -> Places:
-    """A base with other tensors."""
-    return lambda f, tmp: (edit(other_base(f, tmp, tensors(f / "base")), change), f / "adapter")
+def stored(change: Change) -> Spoil:
+    """A base with other tensors, in one file."""
+
+    def spoil(root: Path) -> None:
+        held = tensors(root / "base")
+        for file in (root / "base").glob("model*"):
+            file.unlink()
+        change(held)
+        save_file(held, root / "base" / "model.safetensors", {"format": "pt"})
+
+    return spoil
 
 
-def of_bitsandbytes(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
-    base = other_base(folders, tmp_path, {})
-    said = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    set_json(base / "config.json", quantization_config=said)
-    return base, folders / "adapter"
+def replaced(folder: str, *by: str) -> Spoil:
+    """A folder that is another, or an empty one."""
+
+    def spoil(root: Path) -> None:
+        shutil.rmtree(root / folder)
+        shutil.copytree(root / by[0], root / folder) if by else (root / folder).mkdir()
+
+    return spoil
 
 
 def each(part: str, change: Callable[[dict[str, Tensor], str], Any]) -> Change:
     return lambda held: [change(held, key) for key in list(held) if re.search(part, key)]
 
 
+PACKED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 WIDEN = each("", lambda held, key: held.update({key: torch.cat([held[key]] * 2, dim=1)}))
 MOVE = each(Q_PROJ, lambda held, k: held.update({k.replace("s.0", "s.9"): held.pop(k)}))
 WRONG: Change = lambda held: held.update({"base_model.model.lm_head.weight": torch.zeros(2, 8)})  # noqa: E731
 SPOIL = each("experts.*lora_A", lambda held, key: held[key].fill_(math.inf))
 LOSE = each(r"layers\.1.*\.experts\.3\.", lambda held, key: held.pop(key))
 CAST = each("0.self_attn.q_proj", lambda held, key: held.update({key: held[key].char()}))
-REFUSED: list[tuple[str, Places]] = [
-    ("holds an adapter and no model", lambda f, tmp: (f / "adapter", f / "adapter")),
-    ("is no adapter: it has no", lambda f, tmp: (f / "base", tmp)),
-    ("is no folder", lambda f, tmp: (tmp / "nothing", f / "adapter")),
+FOLDERS: list[tuple[str, Spoil]] = [
+    ("holds an adapter and no model", replaced("base", "adapter")),
+    ("is no adapter: it has no", replaced("adapter")),
+    ("is no folder", lambda root: shutil.rmtree(root / "base")),
+    ("adapter_config.json is damaged", fields(rank_pattern={"(": 3})),
+    (r"1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, ", stored(LOSE)),
+    ("q_proj.weight is torch.int8, which an adapter", stored(CAST)),
+    (
+        r"is quantized \(bitsandbytes\); name the 16-bit checkpoint",
+        lambda root: set_json(root / "base" / "config.json", quantization_config=PACKED),
+    ),
+]
+ADAPTERS: list[tuple[str, Spoil]] = [
     ("holds a LOHA adapter", fields(peft_type="LOHA")),
     ("use_dora=True.*norm", fields(use_dora=True)),
     ("init_lora_weights=pissa", fields(init_lora_weights="pissa")),
@@ -299,122 +277,82 @@ REFUSED: list[tuple[str, Places]] = [
     (r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4", fields(r=4)),
     ("one of 2 LoRA layers on .*, of which", fields(target_parameters=["gate_up_proj"])),
     ("gate.weight, for which the file", fields(target_parameters=[*EXPERTS, "mlp.gate.weight"])),
-    (DAMAGED, fields(rank_pattern={"(": 3})),
     (r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(", weights(WIDEN)),
     ("lora_A.weight lacks its other half", weights(lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"))),
     (r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module", weights(MOVE)),
     (r"head.weight \(2, 8\) replaces .* of shape \(\d+, 64\)", weights(WRONG)),
     (r"Merged, model.layers.*down_proj.weight holds NaN or inf", weights(SPOIL)),
-    (r"1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, ", stored(LOSE)),
-    ("q_proj.weight is torch.int8, which an adapter", stored(CAST)),
-    (r"is quantized \(bitsandbytes\); name the 16-bit checkpoint", of_bitsandbytes),
 ]
 
 
-@pytest.mark.parametrize(("match", "places"), REFUSED)
-def test_what_cannot_be_merged(match: str, places: Places, folders: Path, tmp_path: Path) -> None:
-    base, adapter = places(folders, tmp_path)
-    of_adapter = adapter == tmp_path / "adapter" and match != DAMAGED
-    refuses(AdapterError if of_adapter else CheckpointError, match, base, adapter, tmp_path / "out")
+@pytest.mark.parametrize(("match", "spoil"), FOLDERS + ADAPTERS)
+def test_what_cannot_be_merged(match: str, spoil: Spoil, root: Path) -> None:
+    spoil(root)
+    refuses(AdapterError if (match, spoil) in ADAPTERS else CheckpointError, match, root)
 
 
-def test_a_conversion_that_cannot_be_undone_is_not_trusted(folders, tmp_path, monkeypatch):
+def test_a_conversion_that_cannot_be_undone_is_not_trusted(root, monkeypatch):
     def swap_halves(model: Any, values: Any, name: str) -> dict[str, Tensor]:
         made = honest(model, values, name)
-        keys = sorted(key for key in made if "gate_proj" in key)
-        made |= {key: made[key.replace("gate_proj", "up_proj")] for key in keys}
-        return made
+        keys = [key for key in made if "gate_proj" in key]
+        return made | {key: made[key.replace("gate_proj", "up_proj")] for key in keys}
 
     honest = conversion.revert
     monkeypatch.setattr(conversion, "revert", swap_halves)
     match = "gate_up_proj cannot be written back as the base has it"
-    refuses(CheckpointError, match, folders / "base", folders / "adapter", tmp_path / "out")
+    refuses(CheckpointError, match, root)
 
 
 # Rounding as in training
 
 
-def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
-    places = folders / "base", folders / "adapter", tmp_path / "out"
-    refuses(ConfigError, "needs the codec that", *places, like_training=True)
+def test_like_training_never_guesses(root: Path) -> None:
     given = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
-    refuses(ConfigError, "is for like_training", *places, **given)
-    for number, (fields, match) in enumerate((
-        ({}, "asks for nf4, and .* was trained on int8"),
+    refuses(ConfigError, "needs the codec that", root, like_training=True)
+    refuses(ConfigError, "is for like_training", root, **given)
+    note(root, "int8")
+    said = "asks for nf4, and .* was trained on int8"
+    refuses(ConfigError, said, root, like_training=True, **given)
+    for fields, match in (
         ({"format_version": 2}, "is damaged: format_version is 2"),
         ({"codec": {}}, "is damaged"),
         ({"experts": ["model.layers.7.mlp.experts.down_proj"]}, "is for a model .*layers.7"),
-    )):  # fmt: skip
-        note = noted(folders, tmp_path / str(number), "int8", **fields)
-        error, more = (CheckpointError, {}) if fields else (ConfigError, given)
-        refuses(error, match, places[0], note, places[2], like_training=True, **more)
+        ({"dtype": "int4"}, "is damaged: dtype is 'int4'"),
+    ):
+        note(root, "int8", **fields)
+        refuses(CheckpointError, match, root, like_training=True)
 
 
-@pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_a_note_rounds_what_it_names_and_nothing_else(kind, folders, tmp_path):
+def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, root: Path) -> None:
     v_proj = "model.layers.1.self_attn.v_proj.weight"
-    note = noted(folders, tmp_path / "noted", kind, v_proj)
-    out = tmp_path / "out"
-    report = moe_qlora.merge_adapter(folders / "base", note, out, like_training=True)
-    assert report.rounded == 2
-    exact, rounded = tensors(folders / "out"), tensors(out)
+    note(root, "int8", v_proj)
+    rounded, exact = merge(root, like_training=True), tensors(folders / "out")
     other = {key for key, value in exact.items() if not torch.equal(value, rounded[key])}
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    weight = tensors(folders / "base")[v_proj]
-    if kind == "int8":  # as bitsandbytes holds them
-        weight = weight.half()
-    packed = codec.pack(weight, CodecSettings(kind, double_quant=kind == "fp4"))
+    weight = tensors(root / "base")[v_proj].half()  # as bitsandbytes holds them
+    packed = codec.pack(weight, CodecSettings("int8"))
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize(("trained", "bits"), [(torch.float16, 4), (torch.bfloat16, 8)])
-def test_like_training_rounds_to_the_dtype_that_was_trained_in(trained, bits, tmp_path):
+def test_like_training_rounds_to_the_dtype_that_was_trained_in(tmp_path):
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
     save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
-    packed = loaded(tmp_path / "base", {f"load_in_{bits}bit": True}, dtype=trained)
+    packed = loaded(tmp_path / "base", NF4, dtype=torch.float16)
     adapted = fill(lora(packed, "q_proj"), 3, 0.1)
     save(adapted, tmp_path / "adapter")
     file = tmp_path / "adapter" / "moe_qlora_adapter.json"
-    note = json.loads(file.read_text())
     merged = merge(tmp_path, like_training=True)
-    file.write_text(json.dumps({key: value for key, value in note.items() if key != "dtype"}))
+    said = json.loads(file.read_text())
+    del said["dtype"]
+    file.write_text(json.dumps(said))
     unrounded = merge(tmp_path, "old", like_training=True)
     save(adapted.merge_and_unload(dtype=torch.float32), tmp_path / "reference")
     reference = tensors(tmp_path / "reference")
     for key in (key for key in reference if "experts" in key or "q_proj" in key):
         assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
         assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
-    set_json(file, **note | {"dtype": "int4"})
-    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
-    refuses(CheckpointError, "dtype", *places, like_training=True)
-
-
-# Links in a base that comes from somebody else
-
-
-@pytest.mark.parametrize(
-    ("work", "name"),
-    [
-        ("merge", "config.json"),
-        ("merge", "additional_chat_templates/tool.jinja"),
-        ("quantize", "additional_chat_templates"),
-        ("quantize", "model.safetensors.index.json"),
-    ],
-)
-def test_no_link_leads_out_of_a_base(folders: Path, tmp_path: Path, work: str, name: str) -> None:
-    base, out = tmp_path / "base", tmp_path / "out"
-    shutil.copytree(folders / "base", base)
-    (base / name).rename(tmp_path / "secret")
-    (base / name).symlink_to(tmp_path / "secret")
-    calls: dict[str, Callable[[], Any]] = {
-        "merge": lambda: moe_qlora.merge_adapter(base, folders / "adapter", out),
-        "quantize": lambda: moe_qlora.quantize_checkpoint(base, out, {"load_in_4bit": True}),
-    }
-    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of its folder"):
-        calls[work]()
-    assert not out.exists()
 
 
 # What it costs
@@ -427,19 +365,18 @@ def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
     stacks = [weight for name, weight in model.named_parameters() if name.endswith("gate_up_proj")]
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2 * stacks[0][0].numel())
     sizes: list[int] = []
-    read, write = Checkpoint.read, ShardWriter.write
 
-    def spied_read(self: Any, key: str, *rows: Any) -> Tensor:
-        tensor = read(self, key, *rows)
-        sizes.extend([tensor.numel()] if ".experts." in key else [])
-        return tensor
+    def spied(stock: Any) -> Any:
+        def call(self: Any, key: str, *given: Any) -> Any:
+            made = stock(self, key, *given)
+            moved = given[0] if made is None else made
+            sizes.extend([moved.numel()] if ".experts." in key else [])
+            return made
 
-    def spied_write(self: Any, key: str, tensor: Tensor) -> None:
-        sizes.extend([tensor.numel()] if ".experts." in key else [])
-        write(self, key, tensor)
+        return call
 
-    monkeypatch.setattr(Checkpoint, "read", spied_read)
-    monkeypatch.setattr(ShardWriter, "write", spied_write)
+    monkeypatch.setattr(Checkpoint, "read", spied(Checkpoint.read))
+    monkeypatch.setattr(ShardWriter, "write", spied(ShardWriter.write))
     settings: Any = {"like_training": True, "quantization_config": {"load_in_4bit": True}}
     places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     moe_qlora.merge_adapter(*places, **settings)
@@ -449,11 +386,9 @@ def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
 
 # Merged folders that load
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
 ROWS, ADDED = 128, 7
-
+UNTIED = ("embeddings", "head", "both", "rows of both", "rows of the head")
 TRAINED: dict[str, dict[str, Any]] = {
-    "nothing": {},
     "embeddings": {"modules_to_save": ["embed_tokens"]},
     "head": {"modules_to_save": ["lm_head"]},
     "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
@@ -465,8 +400,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 
 def base(folder: Path, model_type: str, **settings: Any) -> Path:
-    testing.tiny_model(model_type, dtype=torch.float32, **settings).save_pretrained(folder)
-    return folder
+    return save(testing.tiny_model(model_type, dtype=torch.float32, **settings), folder)
 
 
 def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **settings: Any) -> Any:
@@ -478,27 +412,23 @@ def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **setti
     return model
 
 
-def inputs(added: int = 0) -> Tensor:
+def run(model: Any, added: int = 0) -> Tensor:
     tokens = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(1))
     tokens[:, 2:6] = torch.tensor([3, 7, 9, ROWS + added - 1])
-    return tokens
+    return model(input_ids=tokens).logits
 
 
-def values(result: Any) -> Tensor:
-    return result.logits if "logits" in result else result.last_hidden_state
-
-
+@torch.no_grad()
 def out(model: Any, added: int = 0) -> Tensor:
-    with torch.no_grad():
-        return values(model.eval()(input_ids=inputs(added)))
+    return run(model.eval(), added)
 
 
 def train(model: Any, added: int = 0, **settings: Any) -> Any:
     config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **settings})
     adapted = moe_qlora.get_peft_model(model, config, experts=True)
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adamw(adapted)
     for _ in range(2):
-        values(adapted(input_ids=inputs(added))).square().mean().backward()
+        run(adapted, added).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return adapted
@@ -512,11 +442,18 @@ def merged(source: Path, adapter: Path, folder: Path, kind: Any = AutoModelForCa
     return model
 
 
-# Each with or without tied weights, half of them with added tokens; where both ways differ, both.
 @pytest.mark.parametrize(
     ("tied", "trained", "added"),
-    [(number % 4 > 1, trained, ADDED * (number % 2)) for number, trained in enumerate(TRAINED)]
-    + [(False, "both", ADDED), (True, "rows of both", ADDED)],
+    [
+        (False, "embeddings", ADDED),
+        (True, "head", 0),
+        (True, "both", ADDED),
+        (False, "both", ADDED),
+        (False, "both, tied", 0),
+        (False, "rows", ADDED),
+        (True, "rows of both", ADDED),
+        (True, "rows of the head", 0),
+    ],
 )
 def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=tied)
@@ -534,9 +471,6 @@ def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> N
     assert model.config.tie_word_embeddings == (tied and trained not in UNTIED)
 
 
-UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
-
-
 def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe")
     adapted = train(load(source, added=ADDED), target_modules=["q_proj", "embed_tokens"])
@@ -545,14 +479,13 @@ def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
         moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("labels", "tied"), [(1, True), (3, False)])
-def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
+def test_a_reward_models_head(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=True)
     kind = AutoModelForSequenceClassification
-    adapted = train(load(source, kind, num_labels=labels), task_type="SEQ_CLS")
+    adapted = train(load(source, kind, num_labels=1), task_type="SEQ_CLS")
     adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
     model = merged(source, adapter, tmp_path / "merged", kind)
-    assert model.config.num_labels == labels
+    assert model.config.num_labels == 1
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
     torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
 
@@ -566,7 +499,7 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
             stored[key], state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
             stored |= {f"{key}.{end}": part for end, part in state.as_dict(packed=True).items()}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    set_json(folder / "config.json", quantization_config=NF4.to_dict())
+    set_json(folder / "config.json", quantization_config={**NF4, "quant_method": "bitsandbytes"})
     sentence = r"has experts that bitsandbytes packed one by one \(model\.layers\.\d\.mlp\.experts"
     with moe_qlora.enabled(), pytest.raises(UnsupportedWeightError, match=sentence):
         AutoModelForCausalLM.from_pretrained(folder)
@@ -601,19 +534,13 @@ def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def with_adapter(model: Any) -> Any:
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    if getattr(model, "hf_quantizer", None) is not None:
-        return fill(moe_qlora.get_peft_model(model, config, experts=True), 2, 0.1)
-    config.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    return fill(peft.get_peft_model(model, config), 2, 0.1)
-
-
 def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp_path: Path):
     text = AutoModelForCausalLM.from_pretrained(images, dtype=torch.float32)
     assert type(text).__name__.endswith("ForCausalLM")
-    before, model = out(text), with_adapter(text)
-    model.save_pretrained(tmp_path / "adapter")
+    before = out(text)
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    linears = ["q_proj", "v_proj"]
+    model = adapt(text, tmp_path / "adapter", linears=linears, target_parameters=targets)
     wanted = out(model)
     assert (wanted - before).abs().max() > 1e-2
     places = images, tmp_path / "adapter", tmp_path / "merged"
@@ -629,6 +556,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp
         torch.testing.assert_close(out(merged), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("images", ["qwen3_5_moe"], indirect=True)
 def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
     moe_qlora.quantize_checkpoint(images, tmp_path / "packed", NF4)
     with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
@@ -636,7 +564,7 @@ def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
     model = loaded(tmp_path / "packed", None, AutoModelForImageTextToText)
     assert "transformers_weights" not in vars(model.config.text_config)
     assert verify(tmp_path / "packed").good
-    model = with_adapter(model)
+    model = fill(lora(model, "q_proj"), 2, 0.1)
     model.save_pretrained(tmp_path / "adapter")
     moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
     assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()

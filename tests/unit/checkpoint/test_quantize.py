@@ -14,7 +14,6 @@ from folders import check_folder, contents, edit, set_json, tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import NF4, loaded, lora
-from transformers import AutoModelForCausalLM, LlamaConfig
 from upstream import TRANSFORMERS
 
 import moe_qlora
@@ -30,11 +29,16 @@ from moe_qlora.testing import tiny_model
 SHARD = "24KB"
 
 
+def plain(root: Path, **changes: Any) -> Path:
+    sizes = {"num_hidden_layers": 1, **changes}
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    model.save_pretrained(root / "qwen3_moe", max_shard_size="40KB")
+    return root / "qwen3_moe"
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("source") / "qwen3_moe"
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
-    model.save_pretrained(path, max_shard_size="40KB")
+    path = plain(tmp_path_factory.mktemp("source"))
     (path / "tokenizer.json").write_text("{}")
     (path / "model.bin").write_text("a pickle, so to speak")
     return path
@@ -42,13 +46,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pack(source: Path, out: Path) -> Any:
     return moe_qlora.quantize_checkpoint(source, out, NF4, max_shard_size=SHARD)
-
-
-def dense(path: Path) -> Path:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
 
 
 def test_the_folder_is_complete_in_any_dtype(source: Path, tmp_path: Path) -> None:
@@ -74,7 +71,7 @@ def asked(config: Any = NF4, **options: Any) -> Callable[[Path, Path], Any]:
     [
         (lambda s, o: pack(s, s), "exists and is no empty folder"),
         (lambda s, o: pack(s / "no", o), "is no folder: name one"),
-        (lambda s, o: pack(dense(o.parent / "dense"), o), "dense: a LlamaForCausalLM has no exp"),
+        (lambda s, o: pack(plain(o.parent, mlp_only_layers=[0]), o), "ForCausalLM has no exp"),
         (asked(config={}), "neither 4 nor 8 bit"),
         (asked(config=4), "config is of the method 'int'"),
         (
@@ -118,7 +115,6 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, tied: bool, stored: tuple
 
 BF16 = NF4 | {"bnb_4bit_compute_dtype": "bfloat16"}
 KEY = "model.layers.0.self_attn.k_proj.weight"
-FP8, NAN, INF = torch.float8_e4m3fn, float("nan"), float("inf")
 Change = Callable[[dict[str, Tensor], str], Any]
 
 
@@ -130,9 +126,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place = root / family
         tiny_model(family, dtype=torch.bfloat16, **sizes).save_pretrained(place / "plain")
         moe_qlora.quantize_checkpoint(place / "plain", place / "packed", BF16)
-        lora(loaded(place / "packed", None, dtype="auto"), "v_proj").save_pretrained(
-            place / "adapter"
-        )
+        model = loaded(place / "packed", None, dtype="auto")
+        lora(model, "v_proj").save_pretrained(place / "adapter")
     return root
 
 
@@ -151,15 +146,12 @@ def made(how: Callable[[Tensor], Tensor]) -> Change:
 
 
 TURNED, CUT = made(lambda weight: weight.transpose(-1, -2)), made(lambda weight: weight[1:])
-# The same number of values in half as many experts.
-HALVED = made(lambda weight: weight.reshape(len(weight) // 2, -1, weight.shape[-1]))
 
 
 @pytest.mark.parametrize(
     ("family", "key", "change"),
     [
         ("gpt_oss", "model.layers.0.mlp.experts.down_proj", TURNED),
-        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_proj", HALVED),
         ("qwen3_moe", KEY, TURNED),
         ("qwen3_moe", "model.norm.weight", CUT),
     ],
@@ -173,7 +165,6 @@ def test_another_shape_is_refused_on_every_way_in(folders, tmp_path, family, key
         lambda: moe_qlora.quantize_checkpoint(source, tmp_path / "out", BF16),
         lambda: verify(packed, against=source),
         lambda: moe_qlora.merge_adapter(source, adapter, tmp_path / "out"),
-        *([lambda: loaded(source, BF16, dtype="auto")] if key == KEY else []),
     ):
         with pytest.raises(CheckpointError, match=f"{re.escape(key)} .*{wrong}.*{right}"):
             way()
@@ -185,20 +176,16 @@ def test_another_shape_is_refused_on_every_way_in(folders, tmp_path, family, key
             loaded(source, BF16, dtype="auto")
 
 
-def poisoned(value: float) -> Change:
-    return lambda tensors, key: tensors[key][3, 5:6].fill_(value)
+def cast(dtype: torch.dtype, nan: bool = False) -> Change:
+    """Codes of another tool, or one that is NaN among them."""
 
+    def change(tensors: dict[str, Tensor], key: str) -> None:
+        codes = tensors[key].to(dtype)
+        if nan:
+            codes.view(torch.uint8)[1, 2] = 0x7F
+        tensors |= {key: codes, f"{key}_scale_inv": torch.ones(1, 1)}
 
-def cast(dtype: torch.dtype) -> Change:
-    """Codes of another tool."""
-    return lambda tensors, key: tensors.update(
-        {key: tensors[key].to(dtype), f"{key}_scale_inv": torch.ones(1, 1)}
-    )
-
-
-def coded(tensors: dict[str, Tensor], key: str) -> None:
-    cast(FP8)(tensors, key)
-    tensors[key].view(torch.uint8)[1, 2] = 0x7F  # NaN
+    return change
 
 
 def blocks(tensors: dict[str, Tensor], key: str) -> None:
@@ -207,18 +194,18 @@ def blocks(tensors: dict[str, Tensor], key: str) -> None:
     tensors |= {f"{key}_blocks": codes, f"{key}_scales": codes[..., 0].clone()}
 
 
-lost: Change = lambda tensors, key: tensors.pop(key)  # noqa: E731
-EXPERT, NONE, DOWN = ".0.mlp.experts.1.", "_proj holds NaN or inf in row 1", r"experts\.down_proj"
+# bitsandbytes would spread one NaN over the whole weight, through the mean of its absmax
+POISON: Change = lambda tensors, key: tensors[key][3, 5:6].fill_(float("nan"))  # noqa: E731
+EXPERT, DOWN, FP8 = ".0.mlp.experts.1.", r"experts\.down_proj", torch.float8_e4m3fn
 UNSAID = r"\S* is (float8_e4m3fn|uint8)\b.*config\.json has no quantization_config"
 NAMED, ODD, ENDLESS = CheckpointError, UnsupportedWeightError, NonFiniteWeightError
 BAD: dict[str, tuple[str, Change, type[Exception], str]] = {
-    "nan": (f"{EXPERT}up", made(lambda weight: weight.fill_(NAN)), ENDLESS, f"gate_up{NONE}"),
-    # bitsandbytes would spread one NaN over the whole weight, through the mean of its absmax
-    "layer": (KEY, poisoned(NAN), ENDLESS, re.escape(KEY)),
-    "int8 layer": (KEY, poisoned(-INF), ENDLESS, re.escape(KEY)),
-    "fp8: code": (KEY, coded, ENDLESS, re.escape(KEY)),
+    "nan": (f"{EXPERT}up", POISON, ENDLESS, "gate_up_proj holds NaN or inf in row 1"),
+    "layer": (KEY, POISON, ENDLESS, re.escape(KEY)),
+    "int8 layer": (KEY, POISON, ENDLESS, re.escape(KEY)),
+    "fp8: code": (KEY, cast(FP8, nan=True), ENDLESS, re.escape(KEY)),
     "shape": (f"{EXPERT}down", made(lambda weight: weight[:, :-8]), NAMED, DOWN),
-    "none": ("down_proj", lost, NAMED, DOWN),
+    "none": ("down_proj", lambda tensors, key: tensors.pop(key), NAMED, DOWN),
     # of which the floating-point other half would make a weight
     "int8 half": (f"{EXPERT}up", made(Tensor.char), ODD, "gate_up_proj is int8 in the checkpoint"),
     "int8": ("q_proj", cast(torch.int8), ODD, r"q_proj\S* is int8.*another tool"),

@@ -1,8 +1,4 @@
-"""What every command prints at 80 columns, kept in golden/.
-
-A change to an output changes its file; look at the difference as a user would:
-
-    pytest tests/unit/cli/test_golden.py --regenerate && git diff tests/unit/cli/golden
+"""What every command prints at 80 columns, kept in golden/; see conftest.py's --regenerate.
 
 No file holds a version, a time or a temporary path: commands run in a folder of small models, with
 packages and devices that are made up.
@@ -19,7 +15,8 @@ import pytest
 import torch
 import typer
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig, LlamaConfig
+from training import loaded
+from transformers import LlamaConfig
 
 import moe_qlora
 from moe_qlora.cli import app
@@ -82,9 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, weight in enumerate(plain.parameters()):  # alike with any transformers
         weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
     plain.to(torch.bfloat16).save_pretrained(root / "model")
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    with moe_qlora.enabled():
-        packed = type(plain).from_pretrained(root / "model", quantization_config=asked)
+    asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    packed = loaded(root / "model", asked, dtype="auto")
     packed.save_pretrained(root / "packed")
     shutil.copytree(root / "packed", root / "damaged")
     (shard,) = (root / "damaged").glob("*.safetensors")
@@ -146,4 +142,4 @@ def test_golden(case, cli, folder, steady, monkeypatch, request):
     file = GOLDEN / f"{case}.txt"
     if request.config.getoption("--regenerate"):
         file.write_text(shown, encoding="utf-8")
-    assert shown == file.read_text(encoding="utf-8"), "see --regenerate at the top of this file"
+    assert shown == file.read_text(encoding="utf-8"), "see --regenerate"

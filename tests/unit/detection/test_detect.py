@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.integrations.moe import use_experts_implementation
 
 import moe_qlora
+from moe_qlora.layout import unwrapped_name
 from moe_qlora.testing import tiny_model
 
 H, I, E = 48, 20, 6  # noqa: E741 - the intermediate size
@@ -91,10 +93,6 @@ EXPERTS = {
         lambda: fused(router=router(4 * E)),
         {"a": ("gate_up", F), "b": ("down", F)},
     ),
-    "parts of a dict": (
-        lambda: module(parts=nn.ModuleDict({"choose": router(), "pool": fused()})),
-        {"parts.pool.a": ("gate_up", F), "parts.pool.b": ("down", F)},
-    ),
     "a module for each matrix": (
         lambda: module(choose=router(), x=matrices(H, I), y=matrices(I, H)),
         {"x.weight": ("up", F), "y.weight": ("down", F)},
@@ -106,24 +104,10 @@ EXPERTS = {
         ),
         {"pool.second": ("up", T), "pool.first": ("down", T)},
     ),
-    "low-rank corrections beside": (
-        lambda: module(
-            u=P(E, 2 * I, H), d=P(E, H, I), u_a=P(E, 2, H), u_b=P(E, 2 * I, 2), router=router()
-        ),
-        {"u": ("gate_up", F), "d": ("down", F)},
-    ),
 }
 
 # A block without experts, and a part of the reason for each of its parameters.
 TRAPS = {
-    "three alike": (
-        lambda: module(x=P(E, I, H), y=P(E, I, H), z=P(E, I, H), r=router()),
-        "no single reading",
-    ),
-    "rows of all experts": (
-        lambda: module(x=P(E * I, H), y=P(E * I, H), z=P(E * I, H), r=router()),
-        "",
-    ),
     "against its module": (
         lambda: module(
             gate=router(), pool=interface(P(E, 2 * I, H), P(E, H, I), is_transposed=True)
@@ -206,31 +190,24 @@ def test_tied_weights_are_one_entry_with_aliases():
 
 
 def test_linear_experts_are_reported_as_bitsandbytes_business():
+    """And no list of as many layers as some matrix has rows."""
+
     def block() -> nn.Module:
         experts = [module(a=nn.Linear(H, I), b=nn.Linear(I, H)) for _ in range(E)]
         return module(pool=nn.ModuleList([*experts, nn.Dropout()]), sel=router())
 
     layout = moe_qlora.detect(Wrap(block))
     assert not layout.experts
-    assert [(x.name, x.num_experts) for x in layout.linear_experts] == [
-        ("layers.0.x.pool", E),
-        ("layers.1.x.pool", E),
-    ]
-    assert layout.linear_experts[0].linear_names == ("a", "b")
-
-
-def test_a_layer_list_is_not_an_expert_list():
-    """As many layers as some matrix has rows."""
+    found = [(x.name, x.num_experts, x.linear_names) for x in layout.linear_experts]
+    assert found == [(f"layers.{n}.x.pool", E, ("a", "b")) for n in range(2)]
     layers = [nn.Sequential(nn.Linear(H, I), nn.Linear(I, H)) for _ in range(4)]
     model = module(layers=nn.ModuleList(layers), embed=nn.Embedding(4, H))
     assert not moe_qlora.detect(model).linear_experts
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "granitemoe"])
-def test_a_model_of_no_expert_has_none(model_type):
+def test_a_model_of_no_expert_has_none():
     """A config.json that is damaged says so; loading then names the shapes that differ."""
-    model = tiny_model(model_type, device="meta", num_local_experts=0)
-    layout = moe_qlora.detect(model)
+    layout = moe_qlora.detect(tiny_model("gpt_oss", device="meta", num_local_experts=0))
     assert not layout.experts
     assert {param.reason.partition(" (")[0] for param in layout.rejected} == {"holds no value"}
 
@@ -239,3 +216,32 @@ def test_a_model_of_no_expert_has_none(model_type):
 def test_what_is_no_module_is_named(thing):
     with pytest.raises(moe_qlora.DetectionError, match=type(thing).__name__):
         moe_qlora.detect(thing)
+
+
+def facts(model: nn.Module) -> Any:
+    layout = moe_qlora.detect(model)
+    experts = [(e.name, e.role, e.transposed, e.orientation_evidence) for e in layout.experts]
+    routers = [(router.name, router.num_choices) for router in layout.routers]
+    return [[(unwrapped_name(name), *rest) for name, *rest in each] for each in (experts, routers)]
+
+
+# A router of several layers with a choice of no expert; matrices of equal sides, either way round.
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("zaya", {}),
+        ("gpt_oss", {"hidden_size": 64, "intermediate_size": 64}),
+        ("dbrx", {}),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
+def test_adapters_change_nothing(model_type: str, sizes: dict[str, int], packed: bool) -> None:
+    model = tiny_model(model_type, **sizes)
+    expected = facts(model)
+    if packed:
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    names = sorted({experts.name for experts in moe_qlora.detect(model).experts})
+    config = LoraConfig(r=2, target_modules="all-linear", target_parameters=names)
+    peft_model = moe_qlora.get_peft_model(model, config, unpacked_ok=True)
+    assert facts(peft_model.get_base_model()) == expected

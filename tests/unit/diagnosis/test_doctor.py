@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -32,15 +33,15 @@ CPU = Device("CPU", None, "", True, "", "")
 
 
 @pytest.mark.parametrize(
-    ("installed", "status"),
+    ("installed", "status", "severity"),
     [
-        ("2.13.0+cpu", "tested"),
-        ("2.10.1", "too old"),
-        ("2.16.0.dev20261122", "untested"),
-        (None, "missing"),
+        ("2.13.0+cpu", "tested", []),
+        ("2.10.1", "too old", ["problem"]),
+        ("2.16.0.dev20261122", "untested", ["warning"]),
+        (None, "missing", ["problem"]),
     ],
 )
-def test_statuses_and_findings(monkeypatch, installed, status):
+def test_statuses_and_findings(monkeypatch, installed, status, severity):
     stock = doctor.installed_version
     monkeypatch.setattr(
         doctor, "installed_version", lambda name: installed if name == "torch" else stock(name)
@@ -49,24 +50,22 @@ def test_statuses_and_findings(monkeypatch, installed, status):
     assert next(row.status for row in rows if row.name == "torch") == status
     problems = doctor.known_problems(rows, CPU, Card("", (0, 0), 0))
     found = [one for one in problems if one.what.startswith("torch ")]
-    severity = {"tested": [], "untested": ["warning"]}.get(status, ["problem"])
     assert [finding.severity for finding in found] == severity
     assert all(finding.cure for finding in found)
 
 
-CASES = {
-    "fused": ("qwen3_moe", BF16, WIDE),
-    "float32": ("qwen3_moe", FP32, WIDE),
-    "odd sizes": ("qwen3_moe", BF16, {"hidden_size": 64, "moe_intermediate_size": 36}),
-    "transposed": ("gpt_oss", BF16, {}),
-    "int8": ("qwen3_moe", BitsAndBytesConfig(load_in_8bit=True), WIDE),
-}
+CASES: list[tuple[str, Any, dict[str, int]]] = [
+    ("qwen3_moe", BF16, WIDE),
+    ("qwen3_moe", FP32, WIDE),
+    ("qwen3_moe", BF16, {"hidden_size": 64, "moe_intermediate_size": 36}),  # odd sizes
+    ("gpt_oss", BF16, {}),
+    ("qwen3_moe", BitsAndBytesConfig(load_in_8bit=True), WIDE),
+]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("model_type", "asked", "sizes"), CASES)
 @pytest.mark.filterwarnings("ignore:.*is computed in float32")
-def test_backends_are_those_of_a_forward(case):
-    model_type, asked, sizes = CASES[case]
+def test_backends_are_those_of_a_forward(model_type, asked, sizes):
     model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
     moe_qlora.quantize_experts(model, asked)
     for bias in (value for name, value in model.named_parameters() if name.endswith("_bias")):
@@ -103,16 +102,12 @@ def test_what_is_slow_has_a_cure(model_type, asked, backend, cure):
     assert (layer.backend, layer.fast) == (backend, False) and finding.cure.startswith(cure)
 
 
-@pytest.mark.parametrize(("ranks", "reason"), [((8,), "suit its kernels"), ((8, 200), "over 128")])
-def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
+@pytest.mark.parametrize(("rank", "reason"), [(8, "suit its kernels"), (200, "over 128")])
+def test_a_model_with_adapters_is_examined_as_it_is(rank, reason):
     model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **WIDE)
     moe_qlora.quantize_experts(model, BF16)
-    first = LoraConfig(r=ranks[0], target_modules=["q_proj"])
-    peft_model = moe_qlora.get_peft_model(model, first, experts=True)
-    for rank in ranks[1:]:
-        other = LoraConfig(r=rank, target_modules=["q_proj"])
-        peft_model.add_adapter("other", moe_qlora.adapt_lora_config(model, other, experts=True))
-        peft_model.set_adapter("other")
+    config = LoraConfig(r=rank, target_modules=["q_proj"])
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     for given in (peft_model, model):
         (layer,) = moe_qlora.doctor(given, gpu="H200").layers
         assert (layer.pattern, layer.count) == ("model.layers.*.mlp.experts", 2)
@@ -125,7 +120,6 @@ def test_a_model_with_adapters_is_examined_as_it_is(ranks, reason):
     ("arguments", "message"),
     [
         ({"gpu": "4091"}, "^gpu: .*did you mean 4090"),
-        ({"gpu": "A100"}, "^gpu: .*A100-80GB"),
         ({"gpu": "24GiB"}, "^gpu: .*no card"),
         ({"rank": 0}, "rank is 0"),
     ],
@@ -162,18 +156,16 @@ def test_devices_that_fall_back(monkeypatch, tmp_path):
 
 
 def test_the_command(cli, tmp_path, monkeypatch):
-    rows = (Package("torch", "2.13.0", "2.11 to 2.13", "tested"),)
-    monkeypatch.setattr(doctor, "packages", lambda: rows)
+    row = Package("torch", "2.13.0", "2.11 to 2.13", "tested")
+    monkeypatch.setattr(doctor, "packages", lambda: (row,))
     code, out, err = cli("doctor", "llama", "--gpu", "H100", "--json")
     report = json.loads(out)
     assert (code, err) == (0, "") and report["good"] and report["layers"] == []
     assert report["device"]["capability"] == "9.0"
     assert "The model has no experts." in report["notes"]
-    assert report["packages"] == [
-        {"name": "torch", "installed": "2.13.0", "tested": "2.11 to 2.13", "status": "tested"}
-    ]
+    assert report["packages"] == [asdict(row)]
     monkeypatch.setattr(doctor.backends, "has_triton", lambda: False)
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")
-    assert "problem: Triton, of the fused kernels, is not" in " ".join(out.split())
+    assert "problem: Triton" in out
     assert cli("doctor", tmp_path / "gone")[0] == 2

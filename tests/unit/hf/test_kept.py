@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_inputs
+from tests.helpers import training
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
 from tests.helpers.plans import plan
-from tests.helpers.training import adapted, train
+from tests.helpers.training import adapted, loaded, train
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-NF4 |= {"bnb_4bit_compute_dtype": torch.bfloat16}
+NF4 = {**training.NF4, "bnb_4bit_compute_dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +35,14 @@ def folders(tmp_path_factory):
     return root
 
 
-def load(folder, **kwargs):
-    with moe_qlora.enabled(keep_codes=kwargs.pop("keep_codes", True)):
-        config = kwargs.pop("config", None)
-        given = {} if config is None else {"quantization_config": config}
-        return AutoModelForCausalLM.from_pretrained(folder, **given, **kwargs)
+def load(folder: Any, keep_codes: bool = True) -> Any:
+    with moe_qlora.enabled(keep_codes=keep_codes):
+        return loaded(folder, NF4, dtype="auto")
 
 
 @pytest.fixture(scope="module")
 def kept(folders):
-    return load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+    return load(folders / "maker")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def packed_of(model) -> dict[str, Any]:
 
 def test_codes_are_those_of_the_folder(folders, monkeypatch):
     monkeypatch.setattr("moe_qlora.hf.fill.SLICE_BYTES", 1)
-    kept = load(folders / "maker", config=BitsAndBytesConfig(**NF4))
+    kept = load(folders / "maker")
     stored = load_file(folders / "maker" / "model.safetensors")
     expected = load_file(folders / "plain" / "model.safetensors")
     weights = packed_of(kept)
@@ -80,12 +79,12 @@ def test_codes_are_those_of_the_folder(folders, monkeypatch):
 
 @pytest.fixture(scope="module")
 def nf4(folders):
-    return load(folders / "maker", config=BitsAndBytesConfig(**NF4), keep_codes=False)
+    return load(folders / "maker", keep_codes=False)
 
 
 def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
     with pytest.warns(UserWarning, match="keep_codes=True: the checkpoint holds no experts in MX"):
-        model = load(folders / "plain", config=BitsAndBytesConfig(**NF4))
+        model = load(folders / "plain")
     for each in (model, nf4):
         assert {packed.kind for packed in packed_of(each).values()} == {"nf4"}
 
@@ -99,8 +98,7 @@ def test_counts_bytes_and_plans(folders, kept, nf4, saved):
     assert kept.get_memory_footprint() == others + experts
     bytes_of = partial(plan, seq=64, search=False)
     assert bytes_of(kept).resident == bytes_of(saved).resident == others + experts
-    config = BitsAndBytesConfig(**NF4)
-    assert bytes_of(folders / "maker", config).resident < others + experts
+    assert bytes_of(folders / "maker", BitsAndBytesConfig(**NF4)).resident < others + experts
 
 
 def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
@@ -108,8 +106,7 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
     assert manifest.version == 3 and manifest.codec["kind"] == "nf4"
     config = json.loads((saved / "config.json").read_text())
     assert config["moe_qlora"]["format_version"] == 3
-    with moe_qlora.enabled():
-        again = AutoModelForCausalLM.from_pretrained(saved)
+    again = loaded(saved, None, dtype="auto")
     torch.testing.assert_close(kept.state_dict(), again.state_dict(), rtol=0, atol=0)
     for name, packed in packed_of(again).items():
         assert packed.kind == "mxfp4" and packed.dtype == torch.bfloat16
@@ -123,53 +120,32 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
         assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
 
 
-@pytest.fixture(scope="module")
-def adapter(kept, tmp_path_factory):
-    """An adapter trained on the kept codes, and its folder."""
-    folder = tmp_path_factory.mktemp("adapter") / "lora"
+def test_merges(folders, kept, saved, tmp_path):
+    """Experts are not rounded again; with like_training Linear layers are, as in training."""
     peft_model = adapted(copy.deepcopy(kept), ["q_proj", "o_proj"])
     ids = tiny_inputs(kept)["input_ids"]
     losses = train(peft_model, [ids, ids])
     assert losses[1] < losses[0]
-    peft_model.save_pretrained(folder)
-    return peft_model, folder
+    peft_model.save_pretrained(tmp_path / "lora")
 
+    def merged(base: Path, like_training: bool = False) -> dict[str, torch.Tensor]:
+        out = tmp_path / f"{base.name}, {like_training}"
+        moe_qlora.merge_adapter(base, tmp_path / "lora", out, like_training=like_training)
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+        return load_file(out / "model.safetensors")
 
-@pytest.mark.parametrize(
-    ("base", "like_training"), [("saved", False), ("plain", True), ("maker", False)]
-)
-def test_merges(folders, saved, adapter, tmp_path, base, like_training):
-    """Experts are not rounded again; with like_training Linear layers are, as in training."""
-    peft_model, lora = adapter
-    out, source = tmp_path / "merged", saved if base == "saved" else folders / base
-    moe_qlora.merge_adapter(source, lora, out, like_training=like_training)
-    merged = load_file(out / "model.safetensors")
-    plain = load_file(folders / "plain" / "model.safetensors")
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert merged.keys() == plain.keys()
-    for key in expert_keys(plain):
-        module = peft_model.base_model.model.get_submodule(key.rpartition(".")[0])
-        expected = added(module, key.rpartition(".")[2], plain[key])
-        # rounded once, from sums in another order
-        assert (merged[key] != expected).float().mean() < 0.01, key
-        assert torch.allclose(merged[key].float(), expected.float(), rtol=2**-7, atol=1e-6)
-        assert not torch.equal(merged[key], plain[key])
-    for key in plain.keys() - expert_keys(plain):
-        rounds = base == "saved" or like_training
-        changes = "q_proj.w" in key or "o_proj.w" in key or (rounds and key.endswith("proj.weight"))
-        assert torch.equal(merged[key], plain[key]) != changes, key
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
-
-
-def added(wrapper, leaf, weight):
-    """W + s B A of each expert, by hand in fp32."""
-    while wrapper.parameter_name != leaf:
-        wrapper = wrapper.base_layer
-    a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
-    experts = len(weight)
-    a = a.detach().float().view(experts, -1, a.shape[1])
-    b = b.detach().float().view(b.shape[0], -1, experts)
-    total = weight.float()
-    for expert in range(experts):
-        total[expert] += (b[:, :, expert] @ a[expert]).t() * wrapper.scaling["default"]
-    return total.bfloat16()
+    plain, exact = load_file(folders / "plain/model.safetensors"), merged(folders / "plain")
+    trained = {
+        *expert_keys(plain),
+        *(k for k in plain if k.endswith(("q_proj.weight", "o_proj.weight"))),
+    }
+    assert {key for key in plain if not torch.equal(plain[key], exact[key])} == trained
+    rounded = {k for k in plain.keys() - expert_keys(plain) if k.endswith("proj.weight")}
+    for base, like, differ in (
+        (folders / "maker", False, set()),
+        (folders / "plain", True, rounded),
+        (saved, False, rounded),
+    ):
+        found = merged(base, like)
+        assert {key for key in exact if not torch.equal(found[key], exact[key])} == differ

@@ -35,8 +35,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`plain` and `packed`, and `maker` with MXFP4 experts."""
     root = tmp_path_factory.mktemp("models")
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
-    write_gpt_oss(root / "gpt_oss", **sizes)
+    write_gpt_oss(root / "gpt_oss", hidden_size=96, intermediate_size=160)
     (root / "gpt_oss" / "maker").rename(root / "maker")
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     model.save_pretrained(root / "plain")
@@ -94,8 +93,9 @@ class Watch:
 
         def held(packed: Any, codes: Tensor, *rest: Any, **named: Any) -> None:
             hold(packed, codes, *rest, **named)
+            storage = codes.untyped_storage()
             if not self.count and codes.device.type == "cpu" and len(packed.shape) > 2:
-                loose[StorageWeakRef(codes.untyped_storage())] = codes.untyped_storage().nbytes()
+                loose[StorageWeakRef(storage)] = storage.nbytes()
 
         monkeypatch.setattr(host_memory.HostMemory, "__init__", made)
         monkeypatch.setattr(PackedWeight, "__init__", held)

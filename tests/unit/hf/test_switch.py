@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from folders import bits
@@ -22,6 +23,7 @@ from transformers import (
 )
 from transformers.integrations.accelerate import _get_device_map, get_device
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import SequentialLlama4TextExperts
 
 import moe_qlora
 from moe_qlora.checkpoint import conversion
@@ -82,21 +84,15 @@ def test_enable_and_disable_are_a_switch_not_a_count_and_blocks_overlap() -> Non
     assert is_stock()
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "int8": {"load_in_8bit": True},
-    "fp4": {"load_in_4bit": True},
-    "storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-    "nf4": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
-}
-DTYPES = (torch.bfloat16, None, torch.float16, torch.bfloat16)
-DEVICE_MAPS: tuple[Any, ...] = ("auto", None, {"": "cpu"}, {"": "cpu"})
+SETTINGS: list[tuple[dict[str, Any], torch.dtype | None, Any]] = [
+    ({"load_in_8bit": True}, torch.bfloat16, "auto"),
+    ({"load_in_4bit": True}, None, None),
+    (NF4 | {"bnb_4bit_quant_storage": torch.bfloat16}, torch.float16, {"": "cpu"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "device_map"), zip(SETTINGS, DTYPES, DEVICE_MAPS, strict=True)
-)
-def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, device_map: Any) -> None:
-    settings = SETTINGS[kind]
+@pytest.mark.parametrize(("settings", "dtype", "device_map"), SETTINGS)
+def test_every_setting(folder: Path, settings: Any, dtype: Any, device_map: Any) -> None:
     arguments = {"dtype": dtype, "device_map": device_map}
     config = BitsAndBytesConfig(**settings)
     before = config.to_dict()
@@ -106,9 +102,7 @@ def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, devic
         model = load(folder, quantization_config=config, **arguments)
     assert [*bits(model).items()] == [*bits(reference).items()]
     assert config.to_dict() == before
-    assert model.quantization_method == "bitsandbytes"
     assert model.is_loaded_in_8bit is ("load_in_8bit" in settings)
-    assert model.hf_quantizer.is_trainable
     ids = torch.arange(6)[None]
     assert torch.equal(model(ids).logits, reference(ids).logits)
 
@@ -204,41 +198,31 @@ def test_device_maps_are_even() -> None:
     assert min(held.values()) > mean - block
 
 
-def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -> None:
-    import bitsandbytes as bnb
-    from transformers.quantizers.base import SequentialLlama4TextExperts
-
-    source: Any = tiny_model("llama4_text", dtype=torch.bfloat16)
-    for name, module in list(source.named_modules()):
-        if type(module).__name__ == "Llama4TextExperts":
-            layers = SequentialLlama4TextExperts(source.config).to(torch.bfloat16)
-            source.set_submodule(name, layers)
-    for name, module in list(source.named_modules()):
-        if type(module) is nn.Linear and "lm_head" not in name and "router" not in name:
-            sizes = module.in_features, module.out_features
-            layer = bnb.nn.Linear4bit(*sizes, bias=False, quant_type="nf4")
-            weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
-            layer.weight = weight.to("cpu")
-            source.set_submodule(name, layer)
-    source.config.quantization_config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", "router"]
-    )
-    source.config.save_pretrained(tmp_path)
-    state = {key: value.contiguous() for key, value in source.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stock = type(source).from_pretrained(tmp_path)
-    with moe_qlora.enabled():
-        model = type(source).from_pretrained(tmp_path)
-    assert not packed(model)
-    assert bits(model) == bits(stock)
-
-
-def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(tmp_path: Path) -> None:
+def test_folders_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
+    """Linear layers alone; Llama 4's experts too, which its quantizer makes layers of."""
     plain: Any = tiny_model("llama4_text", dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path / "plain")
-    load(tmp_path / "plain").save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
+    stock = load(tmp_path / "plain")
+    stock.save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
     with moe_qlora.enabled():
         model = type(plain).from_pretrained(tmp_path / "stock")
         expected = load(tmp_path / "plain")
     assert packed(model) == packed(expected) != []
     assert bits(model) == bits(expected)
+
+    for name, module in list(stock.named_modules()):
+        if type(module).__name__ == "Llama4TextExperts":
+            layers = SequentialLlama4TextExperts(stock.config).to(torch.bfloat16)
+            stock.set_submodule(name, layers)
+            for path, linear in list(layers.named_modules()):
+                if type(linear) is nn.Linear:
+                    sizes = linear.in_features, linear.out_features
+                    layer = bnb.nn.Linear4bit(*sizes, bias=False, quant_type="nf4")
+                    layer.weight = bnb.nn.Params4bit(linear.weight.data, False, quant_type="nf4")
+                    layers.set_submodule(path, layer.to("cpu"))
+    state = {key: value.contiguous() for key, value in stock.state_dict().items()}
+    save_file(state, tmp_path / "stock" / "model.safetensors", metadata={"format": "pt"})
+    expected = type(plain).from_pretrained(tmp_path / "stock")
+    with moe_qlora.enabled():
+        model = type(plain).from_pretrained(tmp_path / "stock")
+    assert not packed(model) and bits(model) == bits(expected)

@@ -1,13 +1,17 @@
-"""JSON that somebody else wrote: read as json does, or refused in a sentence with the file."""
+"""Configurations: JSON that somebody else wrote, and models by name or in memory."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from transformers import BitsAndBytesConfig
 
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models import named
 from moe_qlora.models.files import read_json
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_config
 
 
 def test_reads_what_json_writes(tmp_path):
@@ -21,30 +25,42 @@ def test_reads_what_json_writes(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
+        (None, "is missing: copy the whole folder"),
+        (b"", "is no valid JSON"),
         (b"[1]", "holds list and no JSON object"),
-        (b"{", "is no valid JSON"),
         (b'{"a": 1, "a": 2}', "a key occurs twice"),
         (b'{"a": ' + b"1" * 21 + b"}", "an integer has 21 digits"),
         (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than 64 levels deep"),
         (b'{"a": ' + b"[" * 10**5, "is no valid JSON"),
         (b'{"a": "\xff"}', "is no valid JSON"),
         (b'{"a": "\\ud800"}', "is no valid JSON"),
+        (b"{}" + b" " * 300_000, "longer than 200000 bytes"),
     ],
 )
 def test_refuses_the_rest(tmp_path, content, reason):
     file = tmp_path / "config.json"
-    file.write_bytes(content)
+    if content is not None:
+        file.write_bytes(content)
     with pytest.raises(CheckpointError, match=reason) as error:
-        read_json(file)
+        read_json(file, 200_000)
     assert str(file) in str(error.value)
 
 
-def test_a_file_that_is_too_long_or_is_missing(tmp_path):
-    file = tmp_path / "config.json"
-    with pytest.raises(CheckpointError, match="is missing: copy the whole folder"):
-        read_json(file)
-    file.write_bytes(b"{}" + b" " * 100)
-    with pytest.raises(CheckpointError, match="longer than 101 bytes"):
-        read_json(file, 101)
-    with pytest.raises(CheckpointError, match="is no regular file"):
-        read_json(tmp_path)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_live_configuration_says_how_it_is_packed(bits):
+    """Loaded models hold the object that they were loaded with, files its dict."""
+    asked = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, bnb_4bit_compute_dtype="float16")
+    of_file = tiny_config("qwen3_moe", quantization_config=asked.to_dict())
+    of_model = tiny_config("qwen3_moe")
+    of_model.quantization_config = asked
+    for config in (of_file, of_model):
+        assert named.resolve(config).settings == CodecSettings.from_config(asked)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+@pytest.mark.parametrize("part", [0, []])
+def test_a_part_that_is_no_configuration_is_named(tmp_path, family, part):
+    content = {"model_type": family, "text_config": part}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="text_config"):
+        named.resolve(tmp_path)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import tensors
 from peft import LoraConfig
-from safetensors.torch import load_file
 from small_models import fill
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import loaded, lora, packed
 
 import moe_qlora
-from moe_qlora import get_peft_model, quantize_experts
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import ConfigError, MoeQloraError
 from moe_qlora.kernels.weights import PackedWeight
@@ -64,29 +63,14 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     register(TwoBits())
 
 
-def config(**settings: Any) -> BitsAndBytesConfig:
-    """Experts in two bits; Linear layers, which bitsandbytes packs, are left plain."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=KIND,
-        llm_int8_skip_modules=["lm_head", r".*\.self_attn"],
-        **settings,
-    )
-
-
-def plain_model() -> Any:
-    return tiny_model("qwen3_moe", dtype=torch.float32)
-
-
-def packed_model() -> Any:
-    model = plain_model()
-    quantize_experts(model, config())
-    return model
+PACKED = {"load_in_4bit": True, "bnb_4bit_quant_type": KIND}
+# Linear layers, which bitsandbytes packs, are left plain.
+CONFIG = {**PACKED, "llm_int8_skip_modules": ["lm_head", r".*\.self_attn"]}
 
 
 def reference_model() -> Any:
     """The plain model, whose expert weights are what packing makes of them."""
-    model = plain_model()
+    model = tiny_model("qwen3_moe")
     for param in moe_qlora.detect(model).experts:
         weight = model.get_parameter(param.name)
         weight.data = rounded(weight.data)
@@ -95,69 +79,58 @@ def reference_model() -> Any:
 
 def assert_equals_reference(model: Any) -> None:
     expected = reference_model()
-    packed = {f"{owner}.{name}" for owner, _, name in parametrize.iter_packed(model)}
-    assert packed == {param.name for param in moe_qlora.detect(expected).experts}
-    for name in packed:
+    names = {f"{owner}.{name}" for owner, _, name in parametrize.iter_packed(model)}
+    assert names == {param.name for param in moe_qlora.detect(expected).experts}
+    for name in names:
         module, leaf = parametrize.owner_of(model, name)
         torch.testing.assert_close(getattr(module, leaf), expected.get_parameter(name).data)
 
 
-def lora(model: Any) -> Any:
-    names = ["gate_up_proj", "down_proj"]
-    adapter = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
-    return fill(get_peft_model(model, adapter, unpacked_ok=True))
-
-
 def test_a_built_model_is_packed_and_seen_as_packed():
-    model = packed_model()
+    model, footprint = packed(settings=CONFIG), tiny_model("qwen3_moe").get_memory_footprint()
     assert_equals_reference(model)
     experts = moe_qlora.detect(model).experts
     assert {param.packed for param in experts} == {KIND}
     assert model.is_loaded_in_4bit and not model.is_loaded_in_8bit
     saved = sum(param.numel for param in experts) * (4 - (1 / 4 + 4 / BLOCK))
-    assert model.get_memory_footprint() == plain_model().get_memory_footprint() - saved
+    assert model.get_memory_footprint() == footprint - saved
     with pytest.raises(ConfigError, match=f"packed as {KIND}"):
-        quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+        moe_qlora.quantize_experts(model, {"load_in_4bit": True})
     assert_equals_reference(moe_qlora.prepare_sharding(deepcopy(model)))
 
 
+@pytest.mark.filterwarnings("ignore:.*experts of this model are not packed")
 def test_folders_are_saved_reloaded_verified_and_merged(tmp_path: Path):
-    plain_model().save_pretrained(tmp_path / "plain")
-    model = packed_model()
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
+    model = packed(settings=CONFIG)
     model.save_pretrained(tmp_path / "built")
-    plan = moe_qlora.plan(tmp_path / "plain", config())
+    plan = moe_qlora.plan(tmp_path / "plain", CONFIG)
     assert plan.kind == KIND and plan.resident == model.get_memory_footprint()
-    with moe_qlora.enabled():
-        loaded = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "plain", quantization_config=config(), dtype=torch.float32
-        )
-    assert_equals_reference(loaded)
-    moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", config())
+    moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", CONFIG)
     report = verify(tmp_path / "packed", tmp_path / "plain")
     assert report.good and report.kind == KIND and report.experts == len(report.errors) > 0
-    for folder in ("built", "packed"):
-        with moe_qlora.enabled():
-            assert_equals_reference(AutoModelForCausalLM.from_pretrained(tmp_path / folder))
-    lora(model).save_pretrained(tmp_path / "adapter")
+    for folder, settings in (("plain", CONFIG), ("built", None), ("packed", None)):
+        assert_equals_reference(loaded(tmp_path / folder, settings))
+    fill(lora(model, "q_proj")).save_pretrained(tmp_path / "adapter")
     moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
-    lora(reference_model()).merge_and_unload().save_pretrained(tmp_path / "expected")
-    merged, expected = (
-        load_file(tmp_path / one / "model.safetensors") for one in ("merged", "expected")
-    )
+    names = [param.name for param in moe_qlora.detect(reference_model())]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+    adapted = fill(moe_qlora.get_peft_model(reference_model(), config, unpacked_ok=True))
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
+    merged, expected = (tensors(tmp_path / name) for name in ("merged", "expected"))
     torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    plain_model().save_pretrained(tmp_path / "plain")
-    packed_model().save_pretrained(tmp_path / "packed")
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND)
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
+    packed(settings=CONFIG).save_pretrained(tmp_path / "packed")
     wanted = r"q_proj would be packed by bitsandbytes, which does not know .*'two_bits'"
-    with moe_qlora.enabled(), pytest.raises(ConfigError, match=wanted):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=asked)
+    with pytest.raises(ConfigError, match=wanted):
+        loaded(tmp_path / "plain", PACKED)
     with pytest.raises(ValueError, match="registered already"):
         register(TwoBits())
     with pytest.raises(ConfigError, match=r"knows 'nf4', 'fp4' and 'two_bits'"):
-        CodecSettings.from_config({"load_in_4bit": True, "bnb_4bit_quant_type": "three_bits"})
+        CodecSettings.from_config(PACKED | {"bnb_4bit_quant_type": "three_bits"})
     monkeypatch.delitem(codecs._codecs, KIND)
-    with moe_qlora.enabled(), pytest.raises(MoeQloraError, match="two_bits"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    with pytest.raises(MoeQloraError, match="two_bits"):
+        loaded(tmp_path / "packed", None)

@@ -7,51 +7,45 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
+from training import NF4, loaded, lora
+from transformers import PreTrainedTokenizerFast
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.layout import human_bytes
 from moe_qlora.testing import tiny_model
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """plain/, packed/, run/ with an adapter and a log, and sample.jsonl."""
     root = tmp_path_factory.mktemp("report")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     sizes = {"vocab_size": 300, "num_hidden_layers": 3, "num_experts": 8}
     tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes).save_pretrained(root / "plain")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(root / "plain")
     moe_qlora.quantize_checkpoint(root / "plain", root / "packed", NF4)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(root / "packed")
-    adapted = moe_qlora.get_peft_model(
-        load(root / "packed"), LoraConfig(r=4, target_modules=["q_proj"]), experts=True
-    )
-    adapted.save_pretrained(root / "run/checkpoint-4", save_embedding_layers=False)
-    history = [
+    for name in ("plain", "packed"):
+        PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(root / name)
+    checkpoint = root / "run/checkpoint-4"
+    lora(load(root / "packed"), "q_proj").save_pretrained(checkpoint, save_embedding_layers=False)
+    history: list[dict[str, float]] = [
         {"step": step, "loss": 3.0 - step / 10, "memory/max_active (GiB)": 1.0} for step in range(4)
     ]
-    log = {"log_history": [*history, {"step": 4, "train_loss": 2.75, "eval_loss": float("nan")}]}
-    (root / "run/checkpoint-4/trainer_state.json").write_text(json.dumps(log))
+    history.append({"step": 4, "train_loss": 2.75, "eval_loss": float("nan")})
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     rows = [{"text": f"Row {number} of a sample"} for number in range(4)]
     (root / "sample.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return root
 
 
 def load(folder: Path) -> Any:
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder)
+    return loaded(folder, None, dtype="auto")
 
 
 def page_of(source: Any, out: Path, **options: Any) -> tuple[str, tuple[str, ...]]:
@@ -112,13 +106,6 @@ def test_refusals(folders: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "page.html").exists()
 
 
-def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, monkeypatch) -> None:
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr("moe_qlora.report.write.replace_file", Mock(side_effect=full))
-    with pytest.raises(ConfigError, match=r"page\.html, which cannot be written: No space left"):
-        page_of(folders / "plain", tmp_path)
-
-
 def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(folders / "plain", tmp_path / "<script>x")
@@ -128,5 +115,6 @@ def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) 
     assert "<script" not in page and "&lt;script&gt;x" in page
     left = "KiB, without packing error (--against), routing (--text), training (a Trainer's run)."
     assert said.startswith(f"{tmp_path}/a.html: ") and said.endswith(f"{left}\n")
-    code, said, err = cli("report", folders / "plain", "-o", folders)
-    assert (code, said) == (2, "") and "no .html file that can be written" in err
+    assert "no .html file that can be written" in cli("report", "qwen3_moe", "-o", folders)[2]
+    code, said, err = cli("report", folders / "plain", "-o", "/proc/a.html")
+    assert (code, said, err.count("\n")) == (2, "", 1) and "which cannot be written" in err

@@ -379,3 +379,17 @@ def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture
         assert made.recorded == model.config.num_hidden_layers - 1
         assert len(seen) == 3
     assert "has a hook of" in caplog.text
+
+
+@emulated
+def test_weights_that_fsdp_gathers_are_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, ran: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A backward gathers them at other addresses than the forward, which a graph would read."""
+    model = small()
+    monkeypatch.setattr(graphs, "FSDPModule", type(model.get_base_model()))
+    with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            step(model, token_ids(model))
+    assert made.recorded == 0
+    assert "FSDP gathers weights at other addresses" in caplog.text
