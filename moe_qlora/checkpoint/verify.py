@@ -100,8 +100,9 @@ def verify(
         weights = PackedWeights(manifest, checkpoint)
         damage += _wrong_values(checkpoint, tell, weights, manifest.experts)
         kinds = {manifest.settings_of(name).kind for name in manifest.experts}
-        compared = against is not None and not damage
-        errors = _errors(opened, Path(against), trust_remote_code, tell) if compared else ()
+        errors: list[WeightError] = []
+        if against is not None and not damage:
+            errors += _errors(opened, Path(against), trust_remote_code, tell)
         return VerifyReport(
             folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
             len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
