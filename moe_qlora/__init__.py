@@ -8,10 +8,9 @@
     model.save_pretrained("adapter")              in PEFT's layout; load_adapter() reads it
     moe_qlora.merge_adapter(folder, "adapter", "merged")              a plain 16-bit checkpoint
 
-Before a load: `plan` says whether training fits a GPU, `detect` finds expert parameters, `doctor`
-names the kernels. Of a model that is built: `quantize_experts`, `offload_experts`, `fit_memory`. Of
-folders: `quantize_checkpoint`, `export_adapter`, `write_report`. Several GPUs: `load_sharded`.
-Errors are `MoeQloraError`s. Importing this package imports neither torch nor transformers.
+Before a load: `plan`, `detect`, `doctor`. Of a model that is built: `quantize_experts`,
+`offload_experts`, `fit_memory`. Of folders: `quantize_checkpoint`, `export_adapter`,
+`write_report`. Several GPUs: `load_sharded`. Importing this package imports no torch.
 """
 
 from __future__ import annotations

@@ -174,7 +174,6 @@ class ExpertsModule:
     router: Router | None = None  # None for shared experts
     # True if its forward uses transformers' experts interface, with a replaceable experts forward
     dispatches: bool = False
-    bias_names: tuple[str, ...] = ()  # Parameters that hold a bias for each expert, `(E, out)`
 
 
 @dataclass(frozen=True, slots=True)

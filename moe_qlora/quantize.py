@@ -54,8 +54,7 @@ def quantize_experts(
         missing_ok: Return an empty report for a model that has no expert weights.
         progress: True shows a bar; a callable gets (weights done, weights in all, next name).
 
-    Returns:
-        A row for each weight, with bytes before and after. `print` it for a summary.
+    Returns a row for each weight, with bytes before and after. `print` it for a summary.
 
     Raises:
         ConfigError: The config is missing, of another method, for neither 4 nor 8 bit, or for

@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import moe_qlora
 from moe_qlora.errors import CheckpointError, MoeQloraError
 from moe_qlora.models import named
-from moe_qlora.packing.decoders import state_tensors
+from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.planning.model import lora_config_of
 
 RANK = 4
@@ -159,7 +159,7 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
         if isinstance(weight, Params4bit):
             quant, count = "4bit", weight.quant_state.shape.numel()
             dtype = computed.get(id(weight), weight.quant_state.dtype)
-            tensors += state_tensors(weight.quant_state)
+            tensors += from_quant_state(weight, weight.quant_state).statistics
         total += count
         trainable += count * weight.requires_grad
         if id(weight) not in adapters:

@@ -11,11 +11,8 @@ pairs on one module, the one with the most `base_layer` in its path is the first
     <path>.token_adapter.trainable_tokens_delta   (tokens, columns), rows of an embedding
     anything else                             a whole tensor, from `modules_to_save` or `bias`
 
-With resized embeddings, PEFT writes some tensors under several names: the trained `<path>.weight`
-as `<path>.modules_to_save.weight` too, beside the base's own `<path>.original_module.weight`.
-
-In transformers v4, vLLM and SGLang, experts are Linear layers, `<path>.experts.<e>.<leaf>`; such an
-adapter is refused where the model's are fused.
+With resized embeddings, PEFT writes the trained `<path>.weight` as `<path>.modules_to_save.weight`
+too, beside the base's own `<path>.original_module.weight`.
 """
 
 from __future__ import annotations
@@ -156,12 +153,7 @@ class LoraSettings:
     rank_pattern: dict[_Pattern, _Rank] | None = None
     alpha_pattern: dict[_Pattern, _Alpha] | None = None
     use_rslora: _Flag = None
-    use_dora: _Flag = None
-    use_qalora: _Flag = None
-    lora_bias: _Flag = None
-    fan_in_fan_out: _Flag = None
     inference_mode: _Flag = None
-    ensure_weight_tying: _Flag = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
     base_model_name_or_path: str | None = None
     trainable_token_indices: _Tokens | dict[str, _Tokens] | None = None

@@ -9,7 +9,7 @@ the tensors that were read, bit for bit, as `Base.values` does.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,7 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 class DiskLayout:
     """The parameters of a model on meta and the tensors on disk, each key in one of `groups`.
 
-    With a `mapping`, only those whose parameters and keys `takes` is true of; `transposed` are
-    parameters that the model has the other way round than the disk.
+    With a `mapping`, only those whose parameters and keys `takes` is true of.
     """
 
     def __init__(
@@ -107,7 +106,6 @@ class DiskLayout:
         disk: Disk,
         mapping: list[Any] | None = None,
         takes: Callable[[Collection[str], Collection[str]], bool] = lambda names, keys: True,
-        transposed: Container[str] = (),
     ) -> None:
         self.model: Any = model
         state = model.state_dict()
@@ -118,8 +116,7 @@ class DiskLayout:
         # packed without an error.
         for name in filter(state.__contains__, self.by_name):
             shape, keys = self.by_name[name].shapes[name], self.by_name[name].keys
-            expected = tuple(state[name].shape)[:: -1 if name in transposed else 1]
-            if shape != expected:
+            if shape != (expected := tuple(state[name].shape)):
                 raise CheckpointError(
                     f"{name} has the shape {shape} on disk ({len(keys)} tensors, {keys[0]} for one)"
                     f" and {expected} by config.json: files are missing, or of another model."

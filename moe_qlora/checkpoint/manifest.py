@@ -245,11 +245,6 @@ def is_packed(folder: str | Path) -> bool:
     return _read_mark(Path(folder)) is not None
 
 
-def has_manifest(folder: Path) -> bool:
-    """True if the folder contains a manifest, whatever config.json says."""
-    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
-
-
 def is_save_file(name: str) -> bool:
     """True for names of shards and manifests, which only packed saves write."""
     return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))

@@ -8,8 +8,7 @@ one expert) and the LoRA factors of its parameter; a parameter that transformers
 a whole is read whole.
 
 A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the result again would lose
-most of the adapter. A delta of 1 % of a weight's norm has, after rounding to MXFP4, INT4 or NVFP4,
-a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
+most of the adapter.
 """
 
 from __future__ import annotations
@@ -103,21 +102,18 @@ def merge_adapter(
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
         dtype: Of floating tensors; None leaves each as it is on disk. What transformers always
             keeps in fp32 stays so.
-        like_training: Round the base through the codec that the adapter was trained on first, from
-            the dtype that its note says the weights had then (from the base's own on disk without
-            one). A packed base is rounded already.
+        like_training: Round the base first, through the codec that the adapter was trained on and
+            from the dtype in its note (or the base's own). A packed base is rounded already.
         quantization_config: The `BitsAndBytesConfig` of the training, for `like_training` where
             neither the base nor the adapter's folder tells.
-        max_shard_size: Of the files, where the base is packed or its maker quantized it; otherwise
-            its own files are kept.
+        max_shard_size: Of the files, where the base is packed or prequantized; else its own stay.
         any_base: True takes a base that is not the model in the adapter's note.
         trust_remote_code: Run model code that the base brings.
         progress: True shows a bar; a callable gets (tensors done, tensors in all, next key).
 
-    Raises:
-        CheckpointError: A folder is missing, damaged or of another kind, or `out` is not empty.
-        AdapterError: The adapter does not fit the base, or cannot be merged.
-        ConfigError: The codec of the training is not known, or `dtype` is no floating dtype.
+    Raises a `CheckpointError` where a folder is missing or damaged, or `out` is not empty; an
+    `AdapterError` where the adapter does not fit the base, or cannot be merged; a `ConfigError`
+    where the codec of the training is not known, or `dtype` is no floating dtype.
     """
     source, adapter_folder, target = absolute(base), absolute(adapter), absolute(out)
     if dtype is not None and dtype not in _FLOATS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +19,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, MoeQloraError, NonFiniteWeightError, UnsupportedWeightError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    MoeQloraError,
+    NonFiniteWeightError,
+    UnsupportedWeightError,
+)
 from ..layout import ExpertParam, ModelLayout
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.selection import weights_to_pack
-from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
+from ..packing.settings import CodecSettings, why_not_packed
 from .conversion import DiskLayout, Group, convert
 from .folder import Checkpoint, check_plain
 from .manifest import Manifest, canonical_name
@@ -46,10 +53,6 @@ class PackingPlan:
     recasts: bool = False  # such a folder into another dtype than its config.json names
     # how weights are packed that keep their checkpoint's own codes, by each of their names
     kept: dict[str, CodecSettings] = field(default_factory=dict)
-
-    def nbytes(self, name: str) -> int:
-        """Return the bytes of a weight, packed."""
-        return packed_nbytes(self.params[name].shape, self.settings_of(name))
 
     def settings_of(self, name: str) -> CodecSettings:
         """Return how a weight is packed."""
@@ -153,8 +156,7 @@ _Result = TypeVar("_Result")
 class Slot:
     """A parameter to fill: takes its rows in order; packs them, or without settings keeps them.
 
-    `shape` is the model's; `linear`, that bitsandbytes packs it, which casts some; `transposed`,
-    that the disk has it the other way round; `rows` of the first dimension are taken, None: all.
+    `linear`: bitsandbytes packs it, which casts some; `rows` of the first dimension are taken.
     """
 
     def __init__(
@@ -166,12 +168,11 @@ class Slot:
         settings: CodecSettings | None = None,
         *,
         linear: bool = False,
-        transposed: bool = False,
         rows: tuple[int, int] | None = None,
     ) -> None:
         self.name, self.shape, self.dtype = name, torch.Size(shape), dtype
         self.device = indexed(device)
-        self.settings, self.transposed, self.rows = settings, transposed, rows
+        self.settings, self.rows = settings, rows
         self._cast = (linear and settings is not None and settings.codec.linear_dtype) or dtype
         self._pieces: list[Tensor] = []
         self._packer: Packer | None = None
@@ -179,7 +180,6 @@ class Slot:
 
     def take(self, start: int, piece: Tensor) -> None:
         """Take rows that begin at `start`, those of them that are wanted."""
-        piece = piece.T if self.transposed else piece
         if self.rows is not None:
             first, last = (max(row - start, 0) for row in self.rows)
             start, piece = start + first, piece[first:last]
@@ -226,20 +226,21 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
-def packed_linears(model: nn.Module) -> dict[str, bool]:
-    """Return the weights of bitsandbytes' Linear layers: whether the disk has them `(in, out)`."""
-    # It also replaces Conv1D, which stores that.
-    return {
-        f"{name}.weight": not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if parametrize.is_packed_linear(module)
-    }
+def packed_linears(model: nn.Module) -> set[str]:
+    """Return the names of the weights of bitsandbytes' Linear layers."""
+    names = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if parametrize.is_packed_linear(module):
+            if getattr(module, "source_cls", nn.Linear) is Conv1D:  # stored (in, out)
+                raise ConfigError(f"{name} is a Conv1D: name it in llm_int8_skip_modules.")
+            names.add(f"{name}.weight")
+    return names
 
 
 def slot_for(
     model: Any,
     plan: PackingPlan,
-    linears: Mapping[str, bool],
+    linears: Collection[str],
     name: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -247,8 +248,7 @@ def slot_for(
     """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
     linear, shape = name in linears, model.get_parameter_or_buffer(name).shape
     settings = plan.settings if linear or name in plan.params else None
-    turned = linears.get(name, False)
-    return Slot(name, shape, dtype, device, settings, linear=linear, transposed=turned)
+    return Slot(name, shape, dtype, device, settings, linear=linear)
 
 
 def filled(
@@ -292,8 +292,6 @@ def _parts(group: Group, slots: Sequence[Slot]) -> list[tuple[int, int | None]]:
     wanted = [span for span in spans if span is not None and span[0] < span[1]]
     if None not in spans and not wanted:
         return [(0, 0)]
-    if any(slot.transposed for slot in slots):
-        return [(0, None)]
     if None in spans:
         return list(group.slices())
     return list(group.slices(min(wanted)[0], max(last for _, last in wanted), _SHARE_ELEMENTS))

@@ -187,11 +187,10 @@ def quantize_checkpoint(
 ) -> Manifest:
     """Pack a checkpoint into a new folder, which loads under `enabled()`; return its manifest.
 
-    The source is a folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is
-    read; the destination a new one. `dtype` is that of what is not packed, and of decoded weights
-    (None: the checkpoint's own), `device` where to pack (None: a GPU where there is one).
-    `progress`: True shows a bar; a callable gets (parameters done, in all, the last one's name).
-    Memory use is a shard, and one parameter; of a fused expert weight, a few experts.
+    The source is a 16-bit or prequantized folder in safetensors, the destination a new one. `dtype`
+    is that of plain and of decoded weights (None: the checkpoint's own), `device` where to pack
+    (None: a GPU where there is one). `progress`: True shows a bar; a callable gets (parameters
+    done, in all, the last one's name). Memory use is a few experts, or one other parameter.
     """
     folder, out = absolute(source), absolute(destination)
     check_new(out)
@@ -261,12 +260,11 @@ def build_model(
 
 def open_to_pack(
     folder: Path, model: Any, config: Any, device: torch.device
-) -> tuple[Base, PackingPlan, dict[str, torch.dtype], dict[str, bool], dict[str, str], list[str]]:
-    """Open a checkpoint that is to be packed, given its model on meta.
+) -> tuple[Base, PackingPlan, dict[str, torch.dtype], set[str], dict[str, str], list[str]]:
+    """Open a checkpoint that is to be packed, given its model on meta, whose Linears are replaced.
 
     Returns it; what is packed; the dtypes of all parameters, were they not; its packed Linear
-    layers (`packed_linears`), which replace the model's; the names that are stored under another;
-    and the names that are written.
+    layers; the names that are stored under another; and the names that are written.
     """
     plan = packing_spec(model, config, model.dtype, None)
     own = {name: tensor.dtype for name, tensor in model.state_dict().items()}

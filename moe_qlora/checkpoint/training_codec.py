@@ -85,15 +85,13 @@ class TrainingCodec:
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     """Return the codec of a load with this config; replaces Linear layers of the meta model."""
-    from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
     settings = CodecSettings.from_config(config)
-    if isinstance(config, Mapping):
-        config = BitsAndBytesConfig.from_dict(dict(config))
     params = weights_to_pack(model, detect(model), settings)
     experts = frozenset(name for param in params for name in param.names)
-    quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
+    config = dict(config) if isinstance(config, Mapping) else copy.deepcopy(config)
+    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))

@@ -25,7 +25,7 @@ from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
 from .conversion import Base, Group, resolve_checkpoint
 from .folder import INDEX_SUFFIX, Checkpoint, check_folder, inside, left_behind
-from .manifest import CONFIG, FolderCheck, PackedWeights, has_manifest, is_packed, own_config
+from .manifest import CONFIG, FolderCheck, PackedWeights, is_packed, own_config
 from .prequantized import METHODS, PrequantizedCheckpoint, maker_method, open_plain
 
 
@@ -84,17 +84,13 @@ def verify(
     named.check_no_adapter(folder)
     tell = progress or (lambda done, total, name: None)
     try:
-        packed = is_packed(folder)
-    except CheckpointError:  # its config.json is damaged
-        packed = has_manifest(folder)
-    if not packed and against is not None:
-        raise CheckpointError(f"{folder} was not packed by moe_qlora: there is nothing to compare.")
-    if not packed:
-        return _verify_plain(folder, tell)
-    try:
-        opened = FolderCheck(folder)
+        opened = FolderCheck(folder) if is_packed(folder) else None
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),))
+    if opened is None and against is not None:
+        raise CheckpointError(f"{folder} was not packed by moe_qlora: there is nothing to compare.")
+    if opened is None:
+        return _verify_plain(folder, tell)
     with opened.checkpoint as checkpoint:
         manifest, now = opened.manifest, own_config(folder)
         damage, written = [*opened.damage()], manifest.config

@@ -18,10 +18,8 @@ def detect(model: nn.Module) -> ModelLayout:
     """Find every parameter that holds the fused weights of a Mixture-of-Experts layer.
 
     Only structure decides: the shapes of parameters and the router beside them; attributes of
-    transformers' experts interface confirm it. The model is not run, and may live on meta.
-
-    Raises:
-        DetectionError: `model` is not an `nn.Module`.
+    transformers' experts interface confirm it. The model is not run, and may live on meta. A
+    `DetectionError` where it is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):
         raise DetectionError(f"The model is a {type(model).__name__}: give a built nn.Module.")
@@ -58,22 +56,11 @@ def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
     for node, group in groupby(accepted, lambda item: item.leaf.node):
         items = list(group)
         params = tuple(item.expert for item in items if item.expert is not None)
-        router = next((item.router for item in items if item.router is not None), None)
-        counts = {param.num_experts for param in params}
-        widths = {size for param in params for size in param.shape[1:]}
-        others = {*(item.leaf for item in items), router and router.leaf}
-        biases = (
-            leaf.attribute
-            for leaf in node.leaves
-            if leaf.kind == "bare" and len(leaf.shape) == 2 and leaf not in others
-            if leaf.shape[0] in counts and leaf.shape[1] in widths
-        )
+        router = next(filter(None, (item.router for item in items)), None)
+        largest = max(param.num_experts for param in params)
         choosing = None if router is None else _router(router.leaf, router.num_choices)
-        owner, serves = type(node.module).__name__, dispatches(node.module)
-        found = ExpertsModule(
-            node.name, owner, max(counts), params, choosing, serves, tuple(biases)
-        )
-        modules.append(found)
+        form = largest, params, choosing, dispatches(node.module)
+        modules.append(ExpertsModule(node.name, type(node.module).__name__, *form))
     return tuple(modules)
 
 

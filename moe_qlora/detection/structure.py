@@ -46,10 +46,8 @@ class RouterCandidate:
 
 
 def is_list(node: Node) -> bool:
-    """Return whether the module only lists others, which are independent of each other.
-
-    A dict of unlike modules is not a list but one block: its router and its experts by name.
-    """
+    """Return whether the module only lists others, which are independent of each other."""
+    # A dict of unlike modules is one block: its router and its experts by name.
     if isinstance(node.module, nn.ModuleDict):
         return len({type(child) for child in node.module.children()}) < 2
     return isinstance(node.module, nn.ModuleList)
@@ -257,16 +255,12 @@ def _routers(members: list[Leaf], count: int, index: RouterIndex) -> list[Router
         return exact
     # More scores than matrices: some choose no experts, or these are one rank's share.
     near = [c for c in index.candidates(largest, None) if c.strong and c.num_choices > count]
-    if not dispatches(largest.node.module):
-        near = [c for c in near if _chooses_shares(c, sizes) and c.num_choices % count == 0]
+    if not dispatches(largest.node.module):  # a projection of attention is no router
+        near = [c for c in near if c.width in sizes and c.num_choices not in sizes]
+        near = [c for c in near if c.num_choices < c.width * 2 and c.num_choices % count == 0]
+        near = [c for c in near if c.leaf.node.parent is c.block]
     near.sort(key=lambda c: (-c.block.depth, c.num_choices))
     return near or exact
-
-
-def _chooses_shares(router: RouterCandidate, sizes: Collection[int]) -> bool:
-    """Return whether shapes and place alone suggest a router: no projection of attention is one."""
-    reads = router.width in sizes and router.num_choices < router.width * 2
-    return reads and router.num_choices not in sizes and router.leaf.node.parent is router.block
 
 
 def _flat_group(members: list[Leaf], index: RouterIndex) -> Iterator[ExpertGroup]:

@@ -79,11 +79,6 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def is_adapter(module: Any) -> bool:
-    """Return whether this is PEFT's layer around another module, its `base_layer`."""
-    return hasattr(module, "adapter_layer_names") and "base_layer" in module._modules
-
-
 def _kind(module: nn.Module, attribute: str) -> str:
     for kind, classes in _KINDS.items():
         if isinstance(module, classes):
@@ -154,7 +149,7 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             path = join(name, child_name)
             # An adapter's factors are skipped: of rank 1 on E experts they look like routers.
             adapted: Any = child
-            while is_adapter(adapted):
+            while hasattr(adapted, "adapter_layer_names") and "base_layer" in adapted._modules:
                 path, adapted = join(path, "base_layer"), adapted.base_layer
             if id(adapted) not in visited:
                 node.children.append(visit(path, adapted, node))

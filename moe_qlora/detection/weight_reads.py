@@ -28,9 +28,8 @@ _READ = (
 def weights_read(model: nn.Module) -> dict[str, str]:
     """Return the full names of such layers, each with the class whose code reads its weight.
 
-    The code is that of the owner's `forward` and of the methods that it names. Code without a
-    source file is taken to call its layers, as is a method that asks whether the model is
-    quantized, as jamba's does; and a weight's device or dtype may be read.
+    That is its `forward`, and methods which that names. Code without a source file is taken to call
+    its layers, as is a method that asks whether the model is quantized, as jamba's does.
     """
     return {
         join(name, child): type(module).__name__

@@ -21,7 +21,7 @@ from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import read
 from ..packing.parametrize import Place, packed_places
 from ..packing.settings import CodecSettings, packed_tensors
-from ..world import NOT_GIVEN, WholeTensor
+from ..world import NOT_GIVEN, WholeTensor, world
 
 _Result = TypeVar("_Result")
 
@@ -133,8 +133,8 @@ def gather_to_first(
     """Return `use(read)` of the first rank, where `read(key)` returns a tensor whole; else None.
 
     All ranks must call it, and return or raise together: an error of `use` is raised on all; where
-    a rank is lost, a `CheckpointError` that `what` begins. `use` may read the tensors in any order,
-    and not all of them. Where none is divided, it runs on every rank that calls.
+    a rank is lost, a `CheckpointError` that `what` begins. Where no tensor is divided, it runs on
+    every rank that calls.
     """
     if not any(tensor.divided for tensor in tensors.values()):
         return use(lambda key: tensors[key].gather())
@@ -194,8 +194,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in values}
 
     gathered = gather_to_first(tensors, collect, "full_state_dict")
-    first = not distributed.is_initialized() or distributed.get_rank() == 0
-    return gathered if first and gathered is not None else {}
+    return gathered or {} if world().is_first() else {}
 
 
 Facts = Callable[[], Mapping[str, Any]]

@@ -105,10 +105,7 @@ class PackedCodes(Params4bit):
 
 
 class _ShardableLinear(nn.Module):
-    """A packed Linear layer whose statistics are parameters, of its submodule.
-
-    `prepare_sharding` makes it of bitsandbytes' layer, by changing the class of the instance.
-    """
+    """A packed Linear layer whose statistics are parameters, of its submodule."""
 
     stock: ClassVar[type]
     weight: Tensor

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import AdapterError, QuantizationError
+from ..errors import AdapterError
 from ..layout import unwrapped_name
-from ..packing.decoders import Params4bit
+from ..packing.decoders import Params4bit, cast_error
 from ..packing.parametrize import iter_packed, load_linears
 from ..world import CHECKED, world
 from .forward_override import remove_liger
@@ -35,7 +35,7 @@ def install(model: nn.Module) -> None:
         return
     model.__dict__[_HANDLE] = (
         model.register_forward_pre_hook(_before_forward),
-        model.register_load_state_dict_pre_hook(_before_load),
+        model.register_load_state_dict_pre_hook(load_linears),
     )
 
 
@@ -47,12 +47,6 @@ def remove(model: nn.Module) -> None:
         handle.remove()
     model.__dict__.pop(CHECKED, None)
     model.__dict__.pop(_SEEN, None)
-
-
-def _before_load(
-    model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
-) -> None:
-    load_linears(model, state_dict, prefix, rest[-1])
 
 
 def _before_forward(model: nn.Module, args: Any) -> None:
@@ -90,11 +84,7 @@ def check_codes(model: nn.Module) -> None:
         # bitsandbytes converts Linear layers to another layout on some CPUs in evaluation
         if not getattr(codes.quant_state, "packing_format_for_cpu", False):
             path = unwrapped_name(name).replace("parametrizations.", "").removesuffix(".original")
-            raise QuantizationError(
-                f"The packed codes of {path} were cast from {codes.quant_storage} to "
-                f"{codes.dtype}, which destroys them: load the model again, and leave its dtypes "
-                "alone or set bnb_4bit_quant_storage=torch.uint8, which casts do not touch."
-            )
+            raise cast_error(path, codes.quant_storage, codes.dtype)
 
 
 def check(model: nn.Module, configs: dict[str, Any]) -> None:

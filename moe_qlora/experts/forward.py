@@ -54,13 +54,8 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 
     The selection is made on the configuration object that each module reads, which it shares with
     the model's other experts modules: those without packed weights use the forward selected
-    before. Modules of Liger's class read no configuration, and get the forward itself.
-
-    Returns:
-        The names of modules whose own forward runs, on decoded weights.
-
-    Raises:
-        ConfigError: A module has one rank's experts alone (expert parallelism).
+    before. Modules of Liger's class read no configuration, and get the forward itself. Returns the
+    names of modules whose own forward runs, on decoded weights.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -209,7 +204,7 @@ def clear_quantized(model: nn.Module) -> None:
 
     A model that still has bitsandbytes Linear layers stays marked as quantized.
     """
-    if any(True for _ in parametrize.iter_packed(model)):
+    if any(parametrize.iter_packed(model)):
         return
     deactivate(model)
     for module in model.modules():

@@ -1,12 +1,9 @@
 """Forwards that other code has bound to packed experts, or to PEFT's wrapper around them.
 
 Liger's, known by its modules' name, computes the same from dequantized weights: it is left out.
-Any other one runs. Whether it reads dequantized weights or calls the package's own forward, which
-adds LoRA itself, is not known beforehand: `lora/layer.py` prepares for both.
-
+Any other one runs, and may call the package's own forward, which adds LoRA itself (lora/layer.py).
 An attribute in an instance's `__dict__` overrides a method of its class, but not a property: so
-`forward` is a property on both classes. A forward assigned to the class has no effect on modules
-that are packed already.
+`forward` is a property on both classes.
 """
 
 from __future__ import annotations

@@ -2,11 +2,7 @@
 
 torch's selective checkpointing saves outputs of operators; tensors that an `autograd.Function`
 saves, or that Triton kernels write, are computed again. Here an experts forward hands its tensors
-over in the first forward, and gets them back in the recomputation:
-
-    checkpoint(layer, x, use_reentrant=False, context_fn=kept_tensors)
-
-Compiled code saves by operator.
+over in the first forward, and gets them back in the recomputation. Compiled code saves by operator.
 """
 
 from __future__ import annotations
@@ -32,10 +28,7 @@ _active = _Active()
 
 
 def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward of one checkpoint, and for its recomputations.
-
-    The first recomputation pops the saved tensors, a second one computes all anew.
-    """
+    """Return a checkpoint's `context_fn`: the first recomputation pops what was saved."""
     held: deque[_Kept] = deque()
     return _As(held, None), _As(None, held)
 
@@ -64,10 +57,7 @@ def save(tensors: Sequence[Tensor]) -> None:
 
 
 def pop_saved() -> tuple[Tensor, ...] | None:
-    """Return the tensors that the same call handed over, once, or None to compute them.
-
-    None also where one was changed in place since, as by a hook of the activation.
-    """
+    """Return the tensors that the same call handed over, once; None where one was changed since."""
     if not _active.returns:
         return None
     tensors, versions = _active.returns.popleft()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
-from ..packing.decoders import Decoder, fetch_by, state_tensors
+from ..packing.decoders import fetch_by
 
 _RECORD = "_moe_qlora_experts"
 
@@ -62,11 +62,6 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
     hosted = getattr(chain, "host", None) is not None
-    if not isinstance(first, Decoder):  # bitsandbytes' own
-        state = first.quant_state
-        nested = state.state2.blocksize if state.nested else 0
-        spec = WeightSpec(tuple(state.shape), state.quant_type, state.blocksize, nested, -1)
-        return PackedOperand([codes, *state_tensors(state)], spec, state.dtype, None)
     swapped = first.stored_transposed
     *rest, rows, columns = first.weight_shape
     shape = (*rest, columns, rows) if swapped else (*rest, rows, columns)

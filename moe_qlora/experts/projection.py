@@ -92,10 +92,7 @@ def _project(
     module: Any, call: Call, ids: Tensor, offsets: Tensor, which: int, x: Tensor,
     spread: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Return one projection of x's rows `(R, out)`, with its bias and LoRA.
-
-    `spread` makes sorted rows of x; `ids` `(R,)` are their experts.
-    """
+    """Return a projection of x's rows `(R, out)`; `spread` sorts them, `ids` `(R,)` are experts."""
     name, weight, rows = call.names[which], call.weights[which], spread(x)
     if weight is None:
         plain = getattr(module, name).to(call.autocast or x.dtype)

@@ -236,8 +236,7 @@ class Fill:
             return any(map(files.is_dequantized, keys)) or bool(wanted.intersection(names))
 
         disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
-        turned = {name for name, is_turned in self.linears.items() if is_turned}
-        self.layout = DiskLayout(self.model, disk, conversions, takes, turned)
+        self.layout = DiskLayout(self.model, disk, conversions, takes)
         groups = [group for group in self.layout.groups if group.shapes]
         self.names = {name for group in groups for name in group.shapes}
         keys = {key for group in groups for key in group.keys}
@@ -250,13 +249,13 @@ class Fill:
         files, manifest = self.files, self.spec.manifest
         assert files is not None and manifest is not None
         owned = {name for name, _ in self._tensors()}
-        for key, keys in {**{key: (key,) for key in files}, **packed_names(manifest)}.items():
+        for key, keys in (dict.fromkeys(files) | packed_names(manifest)).items():
             if (name := canonical_name(self.model, key, owned)) is not None:
-                self._stored[name] = key, keys
+                self._stored[name] = key, keys or (key,)
         # int8 layers are decoded to float16
         plain = {
             self._stored[name][0]: self.model.get_parameter(name).to(torch.float16)
-            for name in self.linears.keys() & self._stored.keys()
+            for name in self.linears & self._stored.keys()
         }
         self._packed = PackedWeights(manifest, files, plain)
 
@@ -307,22 +306,20 @@ class Fill:
         files, device = self._makers, self._device(name)
         shape = tuple(self.spec.params[name].shape)
         assert files is not None
-        parts = files.parts(key)
-        info = files.stored[parts[STORED_CODES]]
+        stored, both = files.stored, [files.parts(key)[role] for role in (STORED_CODES, SCALE)]
+        info = stored[both[0]]
         step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
 
         def fetch(start: int) -> list[Callable[[], Tensor]]:
             rows = start, min(start + step, shape[0])
-            roles = STORED_CODES, SCALE
-            return [files.stored.fetch(parts[role], *rows, device) for role in roles]
+            return [stored.fetch(part, *rows, device) for part in both]
 
         packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
-        for _, both in ahead(fetch, range(0, shape[0], step)):
-            packer.add(*(part() for part in both.result()))
+        for _, read in ahead(fetch, range(0, shape[0], step)):
+            packer.add(*(part() for part in read.result()))
         return packer.finish()
 
     def _read_stored(self, name: str) -> Any:
-        """Read a tensor of a packed folder."""
         assert self.files is not None
         is_expert, (key, keys) = name in self.spec.params, self._stored[name]
         device = None if self._offloads and is_expert else self._device(name)
@@ -389,7 +386,7 @@ class Fill:
                 tensor.data = tensor.data.to(wanted)
         for param in {id(param): param for param in spec.params.values()}.values():
             parametrize.pack_blank(model, param, spec.settings)
-        for name in self.linears.keys() - spec.params.keys():
+        for name in self.linears - spec.params.keys():
             module = model.get_submodule(name.rpartition(".")[0])
             parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
         model.config.quantization_config = self.config
@@ -409,9 +406,8 @@ class Fill:
                 self._places[name] = Place(name, module, leaf)
 
     def _among(self, target: str, names: Collection[str]) -> str:
-        for name in (target, *self._aliases.get(target, ())):
-            if name in names:
-                return name
+        if found := [n for n in (target, *self._aliases.get(target, ())) if n in names]:
+            return found[0]
         raise CheckpointError(f"The checkpoint has no tensor for {target}.")
 
     def _share_slot(self, name: str, target: str) -> Slot:
@@ -426,8 +422,7 @@ class Fill:
             home = device if decodes else torch.device("cpu")
             return Slot(name, tensor.shape, dtype, home, rows=rows)
         form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
-        turned = self.linears.get(target, False)
-        return ShareSlot(tensor, *form, linear=target in self.linears, transposed=turned)
+        return ShareSlot(tensor, *form, linear=target in self.linears)
 
     def _stored_share(self, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
         """Read values and, of a packed weight, statistics: each a range of bytes of a tensor."""
@@ -597,14 +592,14 @@ def pack_parameter(
     packed = pack(weight, settings)
     if offloads:  # So that the device holds one packed weight at a time
         packed = packed.to("cpu")
-    known = dict.fromkeys(parametrize.owner_of(model, name) for name in param.names)
-    # Others are packed already, as an alias through a shared module is by now.
-    owners = [owner for owner in known if not parametrize.is_packed(*owner)]
+    done: list[tuple[nn.Module, str]] = []
     try:
-        for owner in owners:
-            parametrize.attach(*owner, packed)
+        for owner in (parametrize.owner_of(model, name) for name in param.names):
+            if not parametrize.is_packed(*owner):  # an alias through a shared module is by now
+                done.append(owner)
+                parametrize.attach(*owner, packed)
     except BaseException:
-        for owner in owners:
+        for owner in done:
             if parametrize.is_packed(*owner):
                 parametrize.detach(*owner, weight)
         raise
@@ -616,7 +611,8 @@ def weights_to_keep(
 ) -> dict[str, CodecSettings]:
     """Return how the expert weights of a load are packed whose own codes are kept, by name."""
     # MXFP4 as gpt-oss has it, `N_blocks` and `N_scales` for the whole of a fused parameter N.
-    kept, fields = {}, {"kind": NATIVE.kind, "skip_modules": (), "stored_transposed": True}
+    kept: dict[str, CodecSettings] = {}
+    how = replace(spec.settings, kind=NATIVE.kind, skip_modules=(), stored_transposed=True)
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
         for name, param in spec.params.items():
             key = canonical_name(model, name, files)
@@ -627,7 +623,7 @@ def weights_to_keep(
             whole = *param.shape, MX_BLOCK // 2
             turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
             if len(blocks) == 4 and turned == whole and scales == blocks[:3]:
-                kept[name] = replace(spec.settings, **fields)  # type: ignore[arg-type]
+                kept[name] = how
     if not kept:
         warnings.warn(
             "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "

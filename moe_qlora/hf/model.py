@@ -34,7 +34,7 @@ def finish_packing(
 
     Return the names of the experts modules that the package's forward serves.
     """
-    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
@@ -58,10 +58,8 @@ def finish_packing(
     announce(model)
     if isinstance(model, PreTrainedModel):
         if getattr(host, "hf_quantizer", None) is None:
-            config = copy.deepcopy(config)
-            if isinstance(config, dict):
-                config = BitsAndBytesConfig.from_dict(config)
-            host.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+            own = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
+            host.hf_quantizer = own
             host.hf_quantizer.postprocess_model(model)
         bound = model.__dict__.setdefault(BOUND_METHODS, {})
         for name, function in _METHODS.items():

@@ -17,20 +17,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.folder import Checkpoint, check_plain, file_facts
-from ..checkpoint.manifest import (
-    CONFIG_KEY,
-    FolderCheck,
-    Manifest,
-    Mark,
-    has_manifest,
-    parse_mark,
-)
+from ..checkpoint.manifest import CONFIG_KEY, FolderCheck, Manifest, Mark, parse_mark
 from ..checkpoint.prequantized import describe_plain, method_of, open_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
+from ..packing.settings import packed_nbytes
 from ..world import world
 from .fill import Fill, weights_to_keep
 
@@ -184,13 +178,12 @@ class _Packing:
             for key in opened:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, opened.info(key).dtype)
-        if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
-            ends = [codec.scales for codec in codecs()]
-            if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
-                raise CheckpointError(
-                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
-                    "it was overwritten; restore it, or pack the model again."
-                )
+        ends = [codec.scales for codec in codecs()] if self._mark is None and opened else ()
+        if any(name + end in (opened or ()) for name in spec.params for end in ends):
+            raise CheckpointError(
+                f"{folder} holds packed experts, but its config.json does not say so: it was "
+                "overwritten; restore it, or pack the model again."
+            )
         return spec, opened
 
     def _convert_model_for_quantization(self, model: Any) -> None:
@@ -216,10 +209,11 @@ class _Packing:
         return bool(super().param_needs_quantization(model, param_name, **kwargs))  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
-        if self._spec is not None and param_name in self._spec.params:
+        spec = self._spec
+        if spec is not None and param_name in spec.params:
             # of devices, whose memory transformers reserves and divides by it
-            offload = self._asked().offload
-            return 0.0 if offload else self._spec.nbytes(param_name) / param.numel()
+            shape, how = spec.params[param_name].shape, spec.settings_of(param_name)
+            return 0.0 if self._asked().offload else packed_nbytes(shape, how) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:

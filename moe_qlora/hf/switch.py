@@ -1,8 +1,7 @@
 """The switch: while it is on, every `from_pretrained` with a bitsandbytes config packs experts.
 
-It changes two things only: which classes transformers' quantizer mapping names for bitsandbytes
-configs, and that such a config wins over the one in a folder that its maker quantized. Turning it
-off puts back exactly what was there. One load calls, in this order (quantizer.py):
+It changes two classes in transformers' quantizer mapping, and which config wins for a folder that
+its maker quantized. Turning it off restores both. One load calls, in this order (quantizer.py):
 
     update_attn_implementation    is config.json that of a packed folder? then check the folder
     preprocess_model              on meta: detect expert weights, decide what is packed

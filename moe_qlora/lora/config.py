@@ -53,18 +53,17 @@ def adapt_lora_config(
             top-k, an int with that number. The caller's `rank_pattern` goes before it, and
             `lora_alpha` stays, so the scaling alpha / rank grows.
 
-    Raises:
-        ConfigError: The config asks for DoRA, lora_bias, PiSSA or another setting that packed
-            experts do not support, for full training of packed weights (modules_to_save), or an
-            option needs packed experts and the model has none.
+    Raises a `ConfigError` where the config asks for DoRA, lora_bias, PiSSA or another setting that
+    packed experts do not support, or for full training of packed weights (modules_to_save), or an
+    option needs packed experts and the model has none.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: give a model that is loaded.")
     if not isinstance(lora_config, PeftConfig):
         raise ConfigError(f"lora_config is a {type(lora_config).__name__}: give a LoraConfig.")
     warn = not isinstance(lora_config, AdaptedLoraConfig) and not lora_config.inference_mode
-    options: Any = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    return adapt(model, lora_config, warn=warn, **options)
+    options = experts, router, scale_expert_rank
+    return adapt(model, lora_config, *options, warn=warn)
 
 
 class AdaptedLoraConfig(LoraConfig):
@@ -95,8 +94,8 @@ class AdaptedLoraConfig(LoraConfig):
 
 
 def adapt(
-    model: nn.Module, config: PeftConfig, *, experts: Any = False, router: bool = False,
-    scale_expert_rank: bool | int = False, warn: bool = False,
+    model: nn.Module, config: PeftConfig, experts: Any = False, router: bool = False,
+    scale_expert_rank: bool | int = False, *, warn: bool = False,
 ) -> PeftConfig:  # fmt: skip
     """Return the config adapted to a model; `warn` of targets without LoRA, before training."""
     model = base_model(model)

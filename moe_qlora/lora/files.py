@@ -50,14 +50,11 @@ def load_adapter(
     called: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Load as `PeftModel.load_adapter` does; its replacement on a `PeftModel` over packed experts.
+    """Load as `PeftModel.load_adapter` does, on a `PeftModel` over packed experts.
 
-    `called` is the folder's name in messages, for a caller that has checked it.
-
-    Raises:
-        AdapterError: Tensors and places differ, the adapter was trained on another model, or
-            DeepSpeed ZeRO-3 has partitioned this one.
-        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
+    `called` is the folder's name in messages, for a caller that has checked it. An `AdapterError`:
+    tensors and places differ, the adapter was trained on another model, or DeepSpeed ZeRO-3 has
+    partitioned this one. A `CheckpointError`: a file is missing or damaged.
     """
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
     if called is None:
@@ -153,12 +150,7 @@ def check_adapter(
     *,
     any_base: bool = False,
 ) -> None:
-    """Check a folder's files, and that it was trained on this model; PEFT checks names on a hub.
-
-    Raises:
-        AdapterError: The adapter's note names another model, unless `any_base`.
-        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
-    """
+    """Check a folder's files, and that its note names this model; PEFT checks names on a hub."""
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
     if not folder.is_dir():
         if root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
@@ -219,10 +211,8 @@ def save_pretrained(
     """Save adapters as `PeftModel.save_pretrained` does; in a distributed run, on the first rank.
 
     All ranks that have shares of the adapters must call this, and return or raise together.
-    Arguments are PEFT's; `state_dict` may hold shares as well.
-
-    Raises:
-        CheckpointError: The folder cannot be written, or another rank was lost in the gather.
+    Arguments are PEFT's; `state_dict` may hold shares as well. A `CheckpointError` where the folder
+    cannot be written, or another rank was lost in the gather.
     """
     stock = type(self).save_pretrained
     if not runs_distributed():

@@ -1,7 +1,4 @@
-"""One line at the first training forward: packed experts, the bytes that saves, layers with LoRA.
-
-It is logged as a warning, which is seen without any settings.
-"""
+"""One line, logged at the first training forward: packed experts, bytes, layers with LoRA."""
 
 from __future__ import annotations
 

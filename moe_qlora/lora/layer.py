@@ -3,8 +3,7 @@
 PEFT wraps a module once for each adapted parameter, in the order in which these were registered
 (`gate_up_proj` inside `down_proj`); adapter files name them so. The experts forward of this package
 asks the module's `ExpertAdapters` for the active factors and adds s B (A x) to the packed product.
-For another forward, which other code may have bound too (experts/forward_override.py), the wrapper
-adds s B A to the weight that the parametrization decodes, for the length of the call.
+For another forward the wrapper adds s B A to the decoded weight, for the length of the call.
 
 PEFT merges into a packed Linear layer by packing W + s B A again, which rounds away much of s B A.
 Here a merged layer is a plain `nn.Linear`, summed in fp32 and rounded once, and `unmerge` puts the
@@ -126,8 +125,9 @@ class ParamWrapper(StockParamWrapper):
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)
-        if parametrize.is_hosted(base := self.get_base_layer()):
-            device = device_of(base, self.parameter_name)  # Not where PEFT saw the first parameter
+        base, name = self.get_base_layer(), self.parameter_name
+        if is_packed(base, name) and parametrize.parametrization_list(base, name).host is not None:
+            device = device_of(base, name)  # Not where PEFT saw the first parameter
             for factor in (*self.lora_A.values(), *self.lora_B.values()):
                 if not factor.weight.is_meta:
                     factor.to(device)

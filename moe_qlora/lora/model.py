@@ -31,12 +31,7 @@ from . import files
 from .config import adapt, adapt_lora_config, record_base, spell_exactly
 from .layer import Linear4bit, Linear8bitLt, ParamWrapper, use_own_layers
 from .packed_rows import watch_packed_rows
-from .targets import (
-    check_adapter_names,
-    check_packed,
-    packed_parameters,
-    rewritten,
-)
+from .targets import check_adapter_names, check_packed, packed_parameters, rewritten
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _OFFLINE = (
@@ -64,22 +59,21 @@ def get_peft_model(
     Args:
         model: The model, changed in place as PEFT does.
         lora_config: The caller's config; never changed.
-        adapter_name: Name of the first adapter.
+        adapter_name: Of the first adapter.
         experts: As for `adapt_lora_config`.
         router: As for `adapt_lora_config`.
         scale_expert_rank: As for `adapt_lora_config`.
         unpacked_ok: Accept experts that are not packed, without a warning or an error.
         **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage, ...).
 
-    Raises:
-        ConfigError: See `adapt_lora_config`; also `mixed=True`, a `PeftModel`, and experts that are
-            not packed although the model's quantization_config asks for it.
-        AdapterError: LoRA on an expert parameter did not get connected.
+    Raises a `ConfigError` as `adapt_lora_config`, for `mixed=True`, a `PeftModel`, and for experts
+    that are not packed although the model's quantization_config asks for it.
     """
     if not (experts or router or scale_expert_rank):  # which have an error of their own
         check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
-    options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    config = adapt_lora_config(model, lora_config, **options)  # type: ignore[arg-type]
+    config = adapt_lora_config(
+        model, lora_config, experts=experts, router=router, scale_expert_rank=scale_expert_rank
+    )
     if not packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     if isinstance(model, PeftModel):
@@ -105,9 +99,9 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those
-    with LoRA for each single expert (transformers v4) that PEFT itself can fuse for the model's
-    type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would refuse.
+    Reads adapters of this package and of stock PEFT on the unpacked model, and those on single
+    experts (transformers v4) that PEFT can fuse for the model's type. Files of adapters on experts
+    carry no `lora_dropout`, which stock PEFT would refuse.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
@@ -118,11 +112,9 @@ def load_adapter(
         unpacked_ok: Accept experts that are not packed though the adapter's note says packed.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
-    Raises:
-        AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
-            adapter's note names a model that computes otherwise or has other weights.
-        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
-        ConfigError: See `adapt_lora_config`.
+    Raises an `AdapterError` where the file does not fit the model, or the adapter's note names one
+    that computes otherwise or has other weights; a `CheckpointError` where the folder is no
+    adapter, or a file of it is missing or damaged; a `ConfigError` as `adapt_lora_config`.
     """
     adapter = os.fspath(adapter)
     if adapter_name in getattr(model, "peft_config", {}):
@@ -135,7 +127,7 @@ def load_adapter(
     if training_codec.from_note(on_disk) is not None:  # trained on packed experts
         check_packed(base, unpacked_ok=unpacked_ok, stacklevel=2)
     with files.reading(adapter):
-        config = _read_config(base, adapter, **hub)
+        config = _read_config(base, adapter, on_disk, **hub)
     config.inference_mode = not is_trainable
     config = adapt(base, config)
     creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
@@ -154,11 +146,10 @@ def load_adapter(
     return cast(PeftModel, peft_model)
 
 
-def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
+def _read_config(base: nn.Module, adapter: str, folder: Path, **hub: Any) -> PeftConfig:
     config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
     if isinstance(config, LoraConfig):
-        path = Path(adapter) / (hub.get("subfolder") or "") / WEIGHTS
-        local: Any = read_header(path) if path.exists() else None
+        local: Any = read_header(folder / WEIGHTS) if (folder / WEIGHTS).exists() else None
         keys = local or load_peft_weights(adapter, device="cpu", **hub)
         if (key := single_expert(base, keys)) is not None:
             if (fused := rewritten(base, config)) is None:
@@ -171,10 +162,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     """Check adapters that a host has created with stock PEFT over packed experts, in place.
 
     For hosts that build the `LoraConfig` and the `PeftModel` themselves, with the names from
-    `target_parameters` and `exclude_modules`. Any other model is returned as it is.
-
-    Raises:
-        AdapterError: An adapter targets a packed parameter and has no layer for it.
+    `target_parameters` and `exclude_modules`. Any other model is returned as it is. An
+    `AdapterError` where an adapter targets a packed parameter and has no layer for it.
     """
     tuner = getattr(model, "base_model", None)
     # Prompt learning leaves the model as it is.

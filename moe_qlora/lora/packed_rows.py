@@ -111,10 +111,8 @@ def packed_starts(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, Any]:
     """Return arguments with which transformers keeps packed rows apart; those of other rows stay.
 
-    `run` is the stack's forward, if a call of it runs another.
-
-    Raises:
-        ConfigError: The model mixes packed rows, or the call has a cache.
+    `run` is the stack's forward, if a call of it runs another. A `ConfigError` where the model
+    mixes packed rows, or the call has a cache.
     """
     cached = any(given.get(name) is not None for name in CACHES)
     packed = None if cached else packed_starts(given)

@@ -65,12 +65,6 @@ _RELOAD = (
     "stock PEFT rewrites the target_modules of this adapter for its model type "
     "({0.model_type}) and would load its targets wrong; load it with moe_qlora.load_adapter."
 )
-# Where adapters' names begin in a full name, and other parts that PEFT adds to one.
-_ADAPTERS_OWN = re.compile(r"\.(?=lora_|modules_to_save|original_module)")
-_PARTS_OF_KEYS = (
-    *("model", "weight", "bias", "base_layer", "modules_to_save", "original_module"),
-    *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
-)
 
 
 # What is refused.
@@ -118,14 +112,12 @@ def check_dropout(name: str, module: nn.Module, probability: float) -> None:
 def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
     """Raise where one of several adapters has the name of a part of the model."""
     # PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
-    if len(adapters) < 2:
-        return
-    names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
-    parts = {*_PARTS_OF_KEYS}.union(*(name.split(".") for name in names))
-    for name in sorted(parts.intersection(adapters)):
+    own = {"model", "weight", "bias", *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")}
+    names = (re.split(r"\.(?=lora_|modules_to_save)", n)[0] for n, _ in model.named_modules())
+    if len(adapters) > 1 and (taken := own.union(*(n.split(".") for n in names)) & {*adapters}):
         raise AdapterError(
-            f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
-            "there out of the files of other adapters: give it another name."
+            f"adapter {min(taken)!r} has the name of a part of the model, and PEFT would leave "
+            "LoRA there out of the files of other adapters: give it another name."
         )
 
 
@@ -443,7 +435,6 @@ def _in_layers(config: Any, names: list[str]) -> list[str]:
 
 
 def _inside_experts(model: nn.Module) -> list[str]:
-    """Return the path of each packed experts module, and of every module inside it."""
     return [
         unwrapped_name(path)
         for name, module in packed_modules(model)

@@ -1,9 +1,8 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions is packed in row-major order, bit for bit as bitsandbytes'
-`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor, but chunk by chunk: that
-needs little more memory than the packed form, and a tensor may have more than 2**31 - 1 weights,
-where bitsandbytes' int32 counts overflow.
+A weight is packed in row-major order, bit for bit as by bitsandbytes' `functional.quantize_4bit`
+and `int8_vectorwise_quant`, but chunk by chunk: that needs little more memory than the packed form,
+and a tensor may have more than 2**31 - 1 weights, where bitsandbytes' int32 counts overflow.
 
 Decoding on the CPU shows one block as one row to bitsandbytes' AVX-512 kernel (0.50.2), which looks
 up the absmax by row, and is wrong wherever a row is not a whole number of blocks.

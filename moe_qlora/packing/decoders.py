@@ -34,7 +34,6 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
-from ..layout import human_bytes
 from .codec import unpack
 from .codecs import CODES, codec_of
 from .settings import CodecSettings
@@ -61,6 +60,15 @@ def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
         bits["nested"] = floats.view(torch.uint8)
         tables.append(nested.table)
     return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
+
+
+def cast_error(name: str, stored: torch.dtype, now: torch.dtype) -> QuantizationError:
+    """Return the error for packed codes of another dtype than they were stored in."""
+    return QuantizationError(
+        f"The packed codes of {name} were cast from {stored} to {now}, which destroys them: load "
+        "the model again and do not cast it, or set bnb_4bit_quant_storage=torch.uint8, which "
+        "casts leave alone."
+    )
 
 
 class Decoder(bnb_parametrize.Bnb4bitParametrization):
@@ -128,12 +136,8 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         plain = torch.uint8 if self.is_4bit else self.storage_dtype
         known = (plain,) if self._parameters else (plain, self.storage_dtype)
         if codes.dtype not in known:
-            raise QuantizationError(
-                f"The packed codes of {self.name or 'a weight'} of shape "
-                f"{tuple(self.weight_shape)} were cast from {known[-1]} to {codes.dtype}, which "
-                "destroys them: load the model again and do not cast it, or set "
-                "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
-            )
+            name = self.name or f"a weight of shape {tuple(self.weight_shape)}"
+            raise cast_error(name, known[-1], codes.dtype)
         raw: Tensor = codes.detach()
         tables, second = self._buffers.get("tables"), self._parameters.get("nested")
         parts: Any = self.absmax.detach(), tables, second, second, tables
@@ -242,12 +246,6 @@ def to_quant_state(packed: PackedWeight) -> Any:
     )  # fmt: skip
 
 
-def state_tensors(state: Any) -> list[Tensor]:
-    """Return every tensor of a `QuantState`, nested ones included."""
-    inner = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
-    return [state.absmax, state.code, *inner]
-
-
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes may lie in host memory."""
 
@@ -290,14 +288,9 @@ class PackedList(P.ParametrizationList):
         return super().forward() if self.host is None else _unpacked(self)
 
     def __repr__(self) -> str:
-        try:
-            packed = read(self.original, self._modules["0"])
-        except QuantizationError:  # codes that were cast
-            return super().__repr__()
-        dtype = str(packed.dtype).removeprefix("torch.")
-        codec, where = CodecSettings.of(packed).describe(), "" if self.host is None else ", on host"
-        nbytes = human_bytes(packed.nbytes)
-        return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {nbytes}{where})"
+        decoder: Any = self[0]
+        where = "" if self.host is None else ", on host"
+        return f"Packed({decoder.kind}, {tuple(decoder.weight_shape)}{where})"
 
 
 def fetch_by(handle: Tensor) -> PackedWeight:

@@ -2,8 +2,7 @@
 
 A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.parametrize`, so that any
 code that reads `module.<name>` gets the dequantized weight (the list: decoders.py). The codes are a
-`Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit preparation and
-transformers' counts know it.
+`Params4bit`, which PEFT's k-bit preparation and transformers' counts know.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
@@ -149,11 +148,6 @@ def device_of(module: nn.Module, name: str) -> torch.device:
     """Return the device that computes with a packed weight: where the codes are, or are fetched."""
     chain = parametrization_list(module, name)
     return cast(torch.device, (chain.original if chain.host is None else chain.host).device)
-
-
-def is_hosted(module: Any) -> bool:
-    """Whether packed parameters of this module lie in host memory."""
-    return any(getattr(each, "host", None) is not None for each in _chains(module).values())
 
 
 def check_resident(model: nn.Module) -> None:
@@ -373,12 +367,12 @@ def _taken(
         return None
 
 
-def load_linears(model: nn.Module, state_dict: dict[str, Any], prefix: str, errors: Any) -> None:
+def load_linears(model: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Load bitsandbytes' 4-bit Linear layers by the keys that it saves, but does not load."""
     for name, module in model.named_modules():
         key = f"{prefix}{name}.weight"
         if type(module) is bnb.Linear4bit and decoders.has_codes(module) and key in state_dict:
-            loaded = _taken(state_dict, key, decoders.read_linear(module), errors)
+            loaded = _taken(state_dict, key, decoders.read_linear(module), rest[-1])
             if loaded is not None:
                 decoders.write_linear(module, loaded)
             state_dict[key] = module.weight

@@ -72,18 +72,16 @@ def export_adapter(
     Args:
         adapter: The folder, in PEFT's layout.
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
-        base: The folder of the model that the adapter was trained on: 16-bit, prequantized, or
-            packed by this package. Names and shapes are read, and a sample of weights for the
-            fingerprint.
+        base: The folder of the model that the adapter was trained on, of any kind; names, shapes
+            and a sample of weights are read.
         target: The server: "vllm", "sglang", "gguf" (the folder that llama.cpp's
             convert_lora_to_gguf.py takes), or "peft".
         any_base: True takes a base that is not the model in the adapter's note.
         trust_remote_code: Run model code that the base brings.
 
-    Raises:
-        CheckpointError: A folder is missing, damaged or of another kind, or `out` is not empty.
-        AdapterError: The adapter does not fit the base, or the server cannot serve it.
-        ConfigError: The server is unknown, or was not tested with this architecture.
+    Raises a `CheckpointError` where a folder is missing or damaged, or `out` is not empty; an
+    `AdapterError` where the adapter does not fit the base, or the server cannot serve it; a
+    `ConfigError` for a server that is unknown, or was not tested with this architecture.
     """
     source, folder, place = absolute(base), absolute(adapter), absolute(out)
     check_new(place)

@@ -94,10 +94,10 @@ def check_detected(found: ModelLayout, entry: registry.RegistryEntry, sizes: str
         assert param.shape == tuple(group["shape"]) and param.num_experts == group["experts"]
         assert (param.role, param.transposed) == (item["role"], item["transposed"]), param.name
         assert set(param.aliases) == {filled(alias, at) for alias in item["aliases"]}, param.name
-        modules[param.module_name] = (item["dispatches"], tuple(item["biases"]))
+        modules[param.module_name] = item["dispatches"]
         if item["router"] is not None and item["router"]["weight"] is not None:
             routers[filled(item["router"]["weight"], at)] = item["router"]["plain_linear"]
-    assert {item.name: (item.dispatches, item.bias_names) for item in found.modules} == modules
+    assert {item.name: item.dispatches for item in found.modules} == modules
     assert {router.name: router.plain_linear for router in found.routers} == routers
 
 
