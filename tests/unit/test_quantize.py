@@ -16,9 +16,11 @@ from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moe_qlora import quantize_experts
+from moe_qlora.checkpoint.rows import packed_linears
 from moe_qlora.errors import (
     ConfigError,
     DetectionError,
@@ -375,6 +377,34 @@ def test_a_failure_half_way_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     report = quantize_experts(model, nf4())
     assert (len(report.quantized), len(report.already_quantized)) == (2, 2)
     assert_stacks(model, expected)
+
+
+def test_a_tied_weight_is_packed_under_all_of_its_names_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, real = tiny(), parametrize.attach
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    whole = stacks(model)
+
+    def failing(module: nn.Module, name: str, weight: Any) -> None:
+        if module is second and name == "down_proj":
+            raise MemoryError
+        real(module, name, weight)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parametrize, "attach", failing)
+        with pytest.raises(QuantizationError, match="this one included, are whole"):
+            quantize_experts(model, nf4())
+    assert not any(name == "down_proj" for _, _, name in packed(model))
+    assert torch.equal(first.down_proj, whole[NAMES[1]])
+
+
+def test_packed_layers_that_are_stored_the_other_way_round_are_refused() -> None:
+    layer = Linear4bit(64, 64)
+    layer.source_cls = Conv1D
+    with pytest.raises(ConfigError, match="c_fc is a Conv1D: name it in llm_int8_skip_modules"):
+        packed_linears(nn.ModuleDict({"c_fc": layer}))
 
 
 def test_reports_classes_that_decode_a_layer_at_a_time_and_linear_routers() -> None:
