@@ -33,9 +33,6 @@ def doctor(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 1 where a problem was
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.files import refuse_yaml
-
-    refuse_yaml(model, "doctor")
     with render.working(f"Examining {model or 'this environment'}"):
         from ..diagnosis.doctor import doctor as examine
         from ..models import named

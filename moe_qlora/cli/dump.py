@@ -22,7 +22,7 @@ EXAMPLES = (
     "moe-qlora dump qwen3-30b-a3b",
     "moe-qlora dump ./model --why",
     "moe-qlora dump ./model --peft > targets.py",
-    "moe-qlora dump train.yaml --yaml >> train.yaml",
+    "moe-qlora dump ./model --yaml >> train.yaml",
 )
 _FIELDS = ("num_experts", "in_features", "out_features", "transposed", "role", "packed", "evidence")
 _LISTS = ("target_parameters", "exclude_modules")

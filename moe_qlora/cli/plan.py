@@ -69,9 +69,6 @@ def plan(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.files import refuse_yaml
-
-    refuse_yaml(model, "plan")
     if ddp and fsdp is not None:
         raise ConfigError("--ddp and --fsdp are two engines for one run; give one of them.")
     settings = {

@@ -19,7 +19,6 @@ from ..experts.forward import can_serve
 from ..experts.operands import LoraFactors
 from ..kernels.cards import Card, actual, of_capability
 from ..layout import ModelLayout, base_model, human_bytes, name_pattern, unwrapped_name
-from ..models.files import refuse_yaml
 from ..packing import parametrize
 from ..planning import model as meta_model
 from ..planning.devices import GPUS, gpu_named, unknown_gpu
@@ -135,7 +134,6 @@ def doctor(
     as "4090"; `rank`, by default 16, is of LoRA on the experts of a model without adapters. A
     `ConfigError`: an argument is not valid; a `CheckpointError`: the model cannot be read.
     """
-    refuse_yaml(model, "doctor")
     check_numbers(rank=(rank := 16 if rank is None else rank))
     cards = examined(gpu)
     device, card = cards[0]

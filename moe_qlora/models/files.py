@@ -15,7 +15,6 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 
-YAML = (".yml", ".yaml")
 MAX_CONFIG = 16 << 20  # bytes of a configuration
 MAX_JSON = 512 << 20  # bytes of an index; that of a million tensors has a quarter of it
 _DEPTH = 64  # configurations have fewer than ten levels
@@ -102,24 +101,20 @@ def place_of(model: str) -> Path | None:
     if not model.strip():
         raise CheckpointError("MODEL is empty; name a folder, a file, a checkpoint or a hub id.")
     path = Path(model).expanduser()
-    readable = path.suffix.lower() in (".json", *YAML)
+    if path.suffix.lower() in (".yml", ".yaml"):
+        raise ConfigError(
+            f"{model} is a YAML file, which moe-qlora does not read: run axolotl moe-experts "
+            f"{model}, or name the model and give the settings as options."
+        )
+    readable = path.suffix.lower() == ".json"
     if path.is_dir() or (path.is_file() and readable):
         return path
     if path.is_file():
-        raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
+        raise CheckpointError(f"{model} is neither a folder nor a .json file.")
     hub_id = not model.startswith((".", "/", "~")) and model.count("/") < 2 and model[-1] != "/"
     if readable or not hub_id:
         raise CheckpointError(f"{model} does not exist.")
     return None
-
-
-def refuse_yaml(model: Any, command: str) -> None:
-    """Raise a `ConfigError` for a YAML file."""
-    if isinstance(model, (str, Path)) and Path(model).suffix.lower() in YAML:
-        raise ConfigError(
-            f"{model} is a YAML file, which moe-qlora {command} does not read: run axolotl "
-            f"moe-experts {model}, or name the model and give the settings as options."
-        )
 
 
 _EXPERT = re.compile(rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"')

@@ -1,8 +1,8 @@
 """Build a named model on the meta device, from its configuration alone.
 
-A name is, in this order: a folder with config.json; a .json file; a .yaml file of axolotl's, of
-which `base_model` alone is read; a model type of transformers ("qwen3_moe"), in its default
-configuration; a checkpoint of model_registry/ ("qwen3-30b-a3b"); a hub id.
+A name is, in this order: a folder with config.json; a .json file; a model type of transformers
+("qwen3_moe"), in its default configuration; a checkpoint of model_registry/ ("qwen3-30b-a3b"); a
+hub id.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
-import yaml
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from .. import registry
 from ..errors import CheckpointError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
-from .files import YAML, check_depth, check_no_codes_of_single_experts, place_of, read_json
+from .files import check_depth, check_no_codes_of_single_experts, place_of, read_json
 
 _TASKS = (
     "ForCausalLM", "ForImageTextToText", "ForMultimodalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq",
@@ -57,8 +56,6 @@ def resolve(
     path = place_of(model)
     if path is None:
         return _from_name(model, trust_remote_code)
-    if path.suffix.lower() in YAML and path.is_file():
-        return _from_yaml(model, path, trust_remote_code)
     check_no_adapter(path)
     file = path / "config.json" if path.is_dir() else path
     if "model_type" not in read_json(file):
@@ -171,19 +168,6 @@ def _with_own_settings(label: str, config: PretrainedConfig, *notes: str) -> Sou
         return Source(label, config, CodecSettings.from_config(own), notes)
     notes += (f"The checkpoint is quantized with {method}; sizes are for plain weights.",)
     return Source(label, config, notes=notes)
-
-
-def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except Exception as error:  # a date with a 13th month is a ValueError
-        raise CheckpointError(f"{label} is no readable YAML ({_first_lines(error)}).") from error
-    base = content.get("base_model") if isinstance(content, Mapping) else None
-    if not isinstance(base, str) or not base or Path(base).suffix.lower() in YAML:
-        raise CheckpointError(f"{label}: its base_model is {base!r:.80}; name a folder or hub id.")
-    neighbour = path.parent / base
-    name = str(neighbour) if not Path(base).exists() and neighbour.exists() else base
-    return replace(resolve(name, trust_remote_code=trust_remote_code), label=label)
 
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:

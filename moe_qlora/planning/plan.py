@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import ConfigError, MoeQloraError, check_numbers
 from ..layout import dtype_name, human_bytes
-from ..models.files import refuse_yaml
 from .attention import FLEX
 from .budget import ENGINES, OPTIMIZERS, Engine, Settings
 from .devices import devices_of
@@ -134,7 +133,6 @@ def plan_settings(
 
     `trust_remote_code` runs model code that a checkpoint brings.
     """
-    refuse_yaml(model, "plan")
     capacities, card, pace = devices_of(gpus)
     if memory is not None:
         limit = devices_of(memory, "memory")[0][0]
