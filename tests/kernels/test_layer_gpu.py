@@ -262,7 +262,7 @@ def test_grouped_products_equal_fp64(transposed, tokens, dtype):
 
     def by_codes(x):
         assert runs_grouped(packed.shape, x, dtype)
-        return projection._packed_product(packed, x, offsets, transposed, False)
+        return projection._PackedProduct.apply(packed, transposed, False, offsets, x)
 
     def plain(x):
         return projection._product(
