@@ -31,5 +31,6 @@ for file in sorted(files):
     copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(file, copy)
 shutil.copy(Path(__file__).parent / "mkdocs.yml", target.parent)
+shutil.copy(Path(__file__).parent / "site.css", target)
 print(*wrong, sep="\n", file=sys.stderr, end="\n" if wrong else "")
 sys.exit(bool(wrong))
