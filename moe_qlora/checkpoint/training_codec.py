@@ -282,8 +282,11 @@ def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -
     """Write our part of an adapter's model card, given its config and note."""
     base = packed.base.name if packed.base else str(config.get("base_model_name_or_path") or "")
     fields = packed.settings.bnb_fields().items()
+    trained = str((config.get("auto_mapping") or {}).get("base_model_class"))
+    pictures = trained.endswith("ForConditionalGeneration")
+    default = "AutoModelForImageTextToText" if pictures else "AutoModelForCausalLM"
     usage = _USAGE.format(
-        model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
+        model=_CLASSES.get(str(config.get("task_type")), default),
         base=json.dumps(visible(base or "BASE")),
         how=", ".join(f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)),
         dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",

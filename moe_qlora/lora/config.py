@@ -90,7 +90,8 @@ class AdaptedLoraConfig(LoraConfig):
         if self._packed is not None:
             folder = Path(save_directory)
             training_codec.write_note(folder, self._packed)
-            write_card(folder, self.to_dict(), self._packed)
+            mapping = {"auto_mapping": kwargs.get("auto_mapping_dict")}
+            write_card(folder, self.to_dict() | mapping, self._packed)
 
 
 def adapt(

@@ -161,6 +161,11 @@ def test_the_card_says_what_was_trained_on_and_its_program_runs(folders, tmp_pat
     assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
 
 
+def test_the_card_of_a_model_of_pictures_names_the_class_that_loads_it(tmp_path):
+    lora(packed("qwen3_vl_moe"), "q_proj").save_pretrained(tmp_path)
+    assert "AutoModelForImageTextToText.from_pretrained" in (tmp_path / "README.md").read_text()
+
+
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
 def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None:
     config = adapted(packed("qwen3_moe"))
