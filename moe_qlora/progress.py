@@ -1,19 +1,14 @@
-"""Report the progress of long work: to a caller's function, by a bar, or not at all.
-
-Bars and tables are drawn on a `VisibleConsole`, since names in them are not to be trusted.
-"""
+"""Report the progress of long work: to a caller's function, by a bar, or not at all."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console
 from rich.markup import escape
-from rich.segment import Segment
-from rich.text import Text
 
 from .errors import visible
 
@@ -21,25 +16,13 @@ Progress = Callable[[int, int, str], None]
 """Called with the number done, the total, and the name of the next item ("" at the end)."""
 
 
-class VisibleConsole(Console):
-    """A console that escapes control characters in names.
+def console(*, stderr: bool = False, **options: Any) -> Console:
+    """Return a console on a stream, without the command line's filter of control characters.
 
-    Its own escape sequences bypass the filter of the command line's streams.
+    The filter would escape the console's own sequences: callers pass names through `visible`.
     """
-
-    def __init__(self, *, stderr: bool = False, **options: Any) -> None:
-        stream = sys.stderr if stderr else sys.stdout
-        super().__init__(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            text = segment.text if segment.control else visible(segment.text, keep="\n")
-            yield segment._replace(text=text)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
 
 
 @contextmanager
@@ -61,7 +44,7 @@ def reporting(
     elif progress is True:
         from rich.progress import Progress as Bar
 
-        with Bar(console=VisibleConsole(stderr=stderr), transient=transient) as bar:
+        with Bar(console=console(stderr=stderr), transient=transient) as bar:
             task = bar.add_task(escape(visible(doing)), total=None)  # of unknown length
 
             def update(count: int, total: int, name: str) -> None:

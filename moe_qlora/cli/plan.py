@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from ..errors import ConfigError
+from ..errors import ConfigError, visible
 from ..layout import human_bytes
 from . import options as opt
 from . import render
@@ -114,7 +114,8 @@ def _show(report: MemoryPlan, out: Console, command: str) -> None:
         render.say(out, report.verdict, "green" if report.fits else "red")
         out.line()
     if report.best is not None:  # to be pasted
-        out.print(f"    {command} {report.best.options}".rstrip(), markup=False, soft_wrap=True)
+        said = visible(f"    {command} {report.best.options}".rstrip())
+        out.print(said, markup=False, soft_wrap=True)
         out.line()
     settings, engine, peak = report.settings, report.settings.engine, report.peak
     where, share = "one device", ""

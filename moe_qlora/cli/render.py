@@ -30,9 +30,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from .. import progress
 from ..errors import one_line, visible
 from ..layout import name_pattern
-from ..progress import VisibleConsole
 
 _PIPE_SIZE = (160, 24)
 _LINES = box.Box("    \n    \n \u2500\u2500 \n    \n \u2500\u2500 \n    \n    \n    \n")
@@ -42,7 +42,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 def console(color: str) -> Console:
     """Return a console on stdout, plain in a pipe unless colour is asked for."""
-    return VisibleConsole(
+    return progress.console(
         width=max(shutil.get_terminal_size(_PIPE_SIZE).columns, 20),
         force_terminal={"always": True, "never": False, "auto": None}[color],
         no_color=color == "never",
@@ -58,9 +58,8 @@ def print_json(content: object) -> None:
 @contextmanager
 def working(doing: str) -> Iterator[None]:
     """Show a spinner on stderr during the block, if that is a terminal."""
-    with (
-        VisibleConsole(stderr=True).status(escape(doing)) if sys.stderr.isatty() else nullcontext()
-    ):
+    console = progress.console(stderr=True)
+    with console.status(escape(visible(doing))) if sys.stderr.isatty() else nullcontext():
         yield
 
 
