@@ -393,6 +393,12 @@ def _device_of(model: nn.Module) -> torch.device:
         for parameter in module.parameters()
     }
     own = [parameter for parameter in model.parameters() if id(parameter) not in hosted]
+    meshes = [(p.device_mesh, p) for p in own if hasattr(p, "device_mesh")]
+    if any(mesh.device_type != parameter.device.type for mesh, parameter in meshes):
+        raise ConfigError(
+            "fit_memory: FSDP2 keeps the weights in host memory (CPUOffloadPolicy), where no step "
+            "is measured: leave the policy out, or fit_memory."
+        )
     devices = {str(parameter.device): parameter.device for parameter in own}
     if len(devices) > 1:
         raise ConfigError(

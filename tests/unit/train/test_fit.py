@@ -251,6 +251,13 @@ def half(model: Any) -> int:
     return (least_memory(model) + most) // 2
 
 
+def offloaded_by_fsdp() -> Any:
+    """A model whose shards are for a GPU and lie in host memory."""
+    model = adapted()
+    next(model.parameters()).device_mesh = SimpleNamespace(device_type="cuda")
+    return model
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *((adapted, {"memory": m}, "memory is") for m in (0, "abc", "", True, -5, 1.5, [1], None)),
     *((adapted, {"batch_size": size}, "batch_size is") for size in (0, True, "2", None)),
@@ -260,6 +267,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (adapted, {"loss": "dpo"}, "loss is 'dpo'; give a function"),
     (lambda: nn.Linear(3, 3), {}, "Linear has no decoder layers"),
     (lambda: tiny_model("qwen3_moe", device="meta"), {}, "is on meta"),
+    (offloaded_by_fsdp, {}, r"keeps the weights in host memory \(CPUOffloadPolicy\)"),
     (lambda: tiny_model("qwen3_moe").requires_grad_(False), {}, "no weight of the model is train"),
     (lambda: tiny_model("qwen3_omni_moe_talker_text"), {}, "token ids, on which Qwen3OmniMoeT"),
 ]
