@@ -147,8 +147,8 @@ def used_arguments(
 
     if not torch.compiler.is_compiling():
         own = _parameters(own_forward(layer))
-        kinds = type(None) | bool | int | float | str  # Of constants
-        own = own | {n for n, v in kwargs.items() if n == "is_causal" or not isinstance(v, kinds)}
+        constant = type(None), bool, int, float, str
+        own |= {n for n, v in kwargs.items() if n == "is_causal" or not isinstance(v, constant)}
         kwargs = {n: v for n, v in kwargs.items() if n in own}
     if getattr(layer, "_can_checkpoint_with_cache", False):
         return kwargs
