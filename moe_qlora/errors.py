@@ -33,10 +33,8 @@ _HIDDEN = re.compile(
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Escape control and invisible characters as in JSON (u001b), except those in `keep`.
-
-    Names of tensors and files, and values of configurations, are not to be trusted.
-    """
+    """Escape control and invisible characters as in JSON (u001b), except those in `keep`."""
+    # Names of tensors and files, and values of configurations, are not to be trusted.
     return _HIDDEN.sub(lambda m: m[0] if m[0] in keep else _escaped(ord(m[0])), text)
 
 

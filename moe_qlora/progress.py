@@ -17,10 +17,8 @@ Progress = Callable[[int, int, str], None]
 
 
 def console(*, stderr: bool = False, **options: Any) -> Console:
-    """Return a console on a stream, without the command line's filter of control characters.
-
-    The filter would escape the console's own sequences: callers pass names through `visible`.
-    """
+    """Return a console on a stream, without the command line's filter of control characters."""
+    # The filter would escape the console's own sequences: callers pass names through `visible`.
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=getattr(stream, "unfiltered", stream), emoji=False, **options)
 

@@ -18,7 +18,6 @@ from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
 from .layout import (
-    ExpertParam,
     LinearExperts,
     ModelLayout,
     Router,
@@ -83,18 +82,40 @@ def quantize_experts(
         if status == QUANTIZED:
             check_weight(param.name, _weight(model, param.name), settings)
     with reporting(progress, "Packing experts", "Packed experts") as report:
-        rows = _pack_selected(model, selections, settings, report)
+        rows = list[ReportRow]()
+        done, offloads = list[str](), asked().offload
+        total = sum(status == QUANTIZED for _, status, _ in selections)
+        for param, status, reason in selections:
+            name = param.name
+            module, leaf = parametrize.owner_of(model, name)
+            held = parametrize.is_packed(module, leaf)
+            weight: Any = parametrize.read_packed(module, leaf) if held else _weight(model, name)
+            before = after = weight.nbytes
+            if status == QUANTIZED:
+                report(len(done), total, name)
+                try:
+                    after = pack_parameter(model, param, weight, settings, offloads=offloads)
+                except Exception as error:
+                    raise QuantizationError(
+                        f"Packing stopped at {name} after {len(done)} of {total} weights "
+                        f"({error}). Packed: {', '.join(done) or 'none'}. All others, this one "
+                        "included, are whole; calling again goes on from here."
+                    ) from error
+                done.append(name)
+            del weight  # before the next is packed
+            rows.append(ReportRow(name, status, reason, before, after))
+        report(len(done), total, "")
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     served = finish_packing(model, layout, config, settings) if packed else set()
     if packed and asked().offload:
         offload(model)
     slow = []
-    for module in layout.modules:
-        if module.name in packed - served:
-            sizes = (p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters)
-            slow.append(SlowModule(module.name, module.class_name, sum(sizes)))
+    for entry in layout.modules:
+        if entry.name in packed - served:
+            sizes = (p.numel * getattr(torch, p.dtype_name).itemsize for p in entry.parameters)
+            slow.append(SlowModule(entry.name, entry.class_name, sum(sizes)))
     routers = tuple(router for router in layout.routers if router.plain_linear or router.packed)
-    return QuantizationReport(rows, tuple(slow), routers, layout.linear_experts)
+    return QuantizationReport(tuple(rows), tuple(slow), routers, layout.linear_experts)
 
 
 @dataclass(frozen=True)
@@ -226,35 +247,6 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
                 "would round twice, so load the 16-bit checkpoint with this config, or give the "
                 "config that the model was packed with."
             )
-
-
-def _pack_selected(
-    model: nn.Module, selections: list[tuple[ExpertParam, str, str]], settings: CodecSettings,
-    report: Progress,
-) -> tuple[ReportRow, ...]:  # fmt: skip
-    rows, done, offloads = list[ReportRow](), list[str](), asked().offload
-    total = sum(status == QUANTIZED for _, status, _ in selections)
-    for param, status, reason in selections:
-        name = param.name
-        module, leaf = parametrize.owner_of(model, name)
-        packed = parametrize.is_packed(module, leaf)
-        weight: Any = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
-        before = after = weight.nbytes
-        if status == QUANTIZED:
-            report(len(done), total, name)
-            try:
-                after = pack_parameter(model, param, weight, settings, offloads=offloads)
-            except Exception as error:
-                raise QuantizationError(
-                    f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
-                    f"Packed: {', '.join(done) or 'none'}. All others, this one included, are "
-                    "whole; calling again goes on from here."
-                ) from error
-            done.append(name)
-        del weight  # before the next is packed
-        rows.append(ReportRow(name, status, reason, before, after))
-    report(len(done), total, "")
-    return tuple(rows)
 
 
 def _weight(model: nn.Module, name: str) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NOT_GIVEN: Final[Any] = object()
 """Default of a `state_dict` argument, different from None."""
 
-CHECKED = "_moe_qlora_checked"  # attribute of a model: result of `before_forward`
+CHECKED = "_moe_qlora_checked"  # attribute of a model: DDP's ranks were compared
 
 
 @dataclass(frozen=True)

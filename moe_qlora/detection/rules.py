@@ -46,7 +46,8 @@ def classify(leaves: Sequence[Leaf], index: RouterIndex) -> list[Classification]
     deep = [leaf for leaf, reason in reasons.items() if reason is None]
     flat = [leaf for leaf in leaves if leaf.kind == "bare" and len(leaf.shape) == 2]
     for group in find_groups(deep, flat, index):
-        chain = choose(group.members, group.readings, [group.router.width])
+        slices = [slice_of(*item) for item in zip(group.members, group.counts, strict=True)]
+        chain = choose(group.members, chains(slices), [group.router.width])
         problem = _problem(group, chain)
         for key, (leaf, count) in enumerate(zip(group.members, group.counts, strict=True)):
             if problem is not None or chain is None:

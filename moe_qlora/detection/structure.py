@@ -175,10 +175,6 @@ class ExpertGroup:
         block = reduce(Node.common_ancestor, nodes, self.router.block)
         return block.depth, max(self.counts)
 
-    @property
-    def readings(self) -> list[Chain]:
-        return chains([slice_of(*item) for item in zip(self.members, self.counts, strict=True)])
-
 
 def slice_of(leaf: Leaf, count: int) -> tuple[int, ...]:
     """Return the rows and columns of one expert's matrix."""

@@ -79,13 +79,6 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _kind(module: nn.Module, attribute: str) -> str:
-    for kind, classes in _KINDS.items():
-        if isinstance(module, classes):
-            return kind
-    return "linear" if isinstance(module, nn.Linear) and attribute == "weight" else "bare"
-
-
 def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
     # ZeRO-3 leaves an empty tensor with the shape as an attribute.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
@@ -103,9 +96,12 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
 
 def _own_leaves(node: Node) -> Iterator[tuple[Leaf, torch.Tensor]]:
     module = node.module
+    of_torch = next((kind for kind, own in _KINDS.items() if isinstance(module, own)), None)
     for attribute, parameter in module._parameters.items():
+        is_linear = isinstance(module, nn.Linear) and attribute == "weight"
         if parameter is not None:
-            yield _leaf(node, attribute, parameter, _kind(module, attribute)), parameter
+            kind = of_torch or ("linear" if is_linear else "bare")
+            yield _leaf(node, attribute, parameter, kind), parameter
     parametrized = module._modules.get("parametrizations")
     for attribute, steps in parametrized.items() if isinstance(parametrized, nn.ModuleDict) else ():
         original: Any = getattr(steps, "original", None)
@@ -125,10 +121,8 @@ def _own_leaves(node: Node) -> Iterator[tuple[Leaf, torch.Tensor]]:
 
 
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
-    """Return the model as a tree, and its distinct tensors in the order of `named_parameters`.
-
-    A tensor that several modules share is one Leaf, under its first name.
-    """
+    """Return the model as a tree, and its distinct tensors in the order of `named_parameters`."""
+    # A tensor that several modules share is one Leaf, under its first name.
     seen: dict[int, tuple[Leaf, torch.Tensor]] = {}
     visited: set[int] = set()
     leaves: list[Leaf] = []

@@ -32,11 +32,9 @@ def is_divided(state_dict: Mapping[str, Any]) -> bool:
 
 
 def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
-    """Return the state dict that a save writes: the one given, or the model's own.
-
-    None means that this rank does not take part. Under ZeRO-3, accelerate, Trainer and DeepSpeed
-    gather a state dict for the first rank, and all others save with `state_dict=None`.
-    """
+    """Return the state dict that a save writes: the one given, or the model's own."""
+    # None means that this rank does not take part. Under ZeRO-3, accelerate, Trainer and DeepSpeed
+    # gather a state dict for the first rank, and all others save with `state_dict=None`.
     if given is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if distributed.get_rank() != 0:
             return None

@@ -93,40 +93,17 @@ def load_sharded(
         base.set_attn_implementation(attn_implementation)
     if base.can_generate() and (folder / "generation_config.json").is_file():
         base.generation_config = GenerationConfig.from_pretrained(folder)
-    return shard_and_fill(fill, mesh, lora_config, wrap, fsdp_options, adapter_options)
-
-
-def shard_and_fill(
-    fill: Fill, mesh: DeviceMesh, lora_config: Any = None, wrap: Wrap | None = None,
-    fsdp_options: Mapping[str, Any] | None = None,
-    adapter_options: Mapping[str, Any] | None = None,
-) -> Any:  # fmt: skip
-    """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
-    model, options = fill.model.eval(), dict(fsdp_options or {})
+    model, options = base.eval(), dict(fsdp_options or {})
     if lora_config is not None:
-        model = _adapt(model, lora_config, mesh, adapter_options or {})
+        model = _adapt(base, lora_config, mesh, adapter_options or {})
     shard_model(model, mesh, wrap, **options)
     offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
-    fill.fill_shares(model, indexed(torch.device(mesh.device_type)), on_cpu=offloaded)
+    fill.fill_shares(model, device, on_cpu=offloaded)
     if lora_config is not None:
         _fill_copies(model)
         for config in model.peft_config.values():
-            record_base(fill.model, config)
+            record_base(base, config)
     return model
-
-
-def compute_buffers(model: Any, device: torch.device) -> None:
-    """Compute the buffers of a model on meta that no checkpoint holds, as transformers does."""
-    stored = set(model.state_dict())
-    for prefix, module in model.named_modules():
-        names = [leaf for leaf, buffer in module._buffers.items() if buffer is not None]
-        computed = [leaf for leaf in names if f"{prefix}.{leaf}".lstrip(".") not in stored]
-        for leaf in computed:
-            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device)
-        if not computed:
-            module._is_hf_initialized = True  # there is nothing to compute
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.initialize_weights()  # of parameters on meta it changes nothing
 
 
 def _local_folder(source: str | Path, download: Mapping[str, Any]) -> Path:
@@ -158,7 +135,17 @@ def _open(
     # no rank reads all that a checksum is of
     check = FolderCheck(folder, large=False) if packed else None
     model: Any = build_model(folder, dtype, trust_remote_code, packed=packed)
-    compute_buffers(model, device)
+    # the buffers that no checkpoint holds, as transformers computes them
+    stored = set(model.state_dict())
+    for prefix, module in model.named_modules():
+        names = [leaf for leaf, buffer in module._buffers.items() if buffer is not None]
+        computed = [leaf for leaf in names if f"{prefix}.{leaf}".lstrip(".") not in stored]
+        for leaf in computed:
+            module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device=device)
+        if not computed:
+            module._is_hf_initialized = True  # there is nothing to compute
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model.initialize_weights()  # of parameters on meta it changes nothing
     config = copy_config(model.config.quantization_config if packed else config)
     if check is None:
         base, plan, dtypes, *_ = open_to_pack(folder, model, config, device)

@@ -76,11 +76,30 @@ def check_unsharded(model: nn.Module, action: str, advice: str) -> None:
 
 
 def before_forward(model: nn.Module) -> None:
-    """Check the changes by engines to a packed model, once, before its first forward."""
-    if distributed.is_initialized():
-        _refuse_sharded_host(model)
-        if not model.__dict__.get(CHECKED) and torch.is_grad_enabled():
-            model.__dict__[CHECKED] = _check_ddp_copies(model)
+    """Check the changes by engines to a packed model, before a forward of it."""
+    if not distributed.is_initialized():
+        return
+    hosted = [each for each in model.modules() if isinstance(each, PackedList) and each.host]
+    sharded = any(is_share(each.original) or hasattr(each.original, "ds_id") for each in hosted)
+    if sharded or (hosted and uses_fsdp(model)):  # at any step
+        raise ConfigError(
+            "Experts lie in host memory, by offload_experts, and the model is sharded over ranks: "
+            "train it under DDP, or call remove() on what offload_experts returned before "
+            "sharding, and let the engine offload (FSDP2's CPUOffloadPolicy, or ZeRO's "
+            "zero_optimization.offload_param)."
+        )
+    # DDP writes the first rank's parameters over all others', and leaves settings.
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or model.__dict__.get(CHECKED) or not torch.is_grad_enabled():
+        return
+    settings = (
+        CodecSettings.of(read_packed(m, leaf)).to_dict() for _, m, leaf in iter_packed(model)
+    )
+    facts: dict[str, Any] = {"the codec of experts": {str(each) for each in settings}}
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        facts[f"lora_config of {name!r}"] = config
+    check_agreement("DistributedDataParallel", lambda: facts, group=ddp.process_group)
+    model.__dict__[CHECKED] = True
 
 
 def uses_fsdp(model: nn.Module) -> bool:
@@ -91,35 +110,6 @@ def uses_fsdp(model: nn.Module) -> bool:
 def stock_class(module: nn.Module) -> type:
     """Return the class of a module before FSDP2 replaced it."""
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
-
-
-def _refuse_sharded_host(model: nn.Module) -> None:
-    """Raise where an engine has sharded a model whose experts lie in host memory, at any step."""
-    hosted = [each for each in model.modules() if isinstance(each, PackedList) and each.host]
-    sharded = any(is_share(each.original) or hasattr(each.original, "ds_id") for each in hosted)
-    if sharded or (hosted and uses_fsdp(model)):
-        raise ConfigError(
-            "Experts lie in host memory, by offload_experts, and the model is sharded over ranks: "
-            "train it under DDP, or call remove() on what offload_experts returned before "
-            "sharding, and let the engine offload (FSDP2's CPUOffloadPolicy, or ZeRO's "
-            "zero_optimization.offload_param)."
-        )
-
-
-def _check_ddp_copies(model: nn.Module) -> bool:
-    """Raise where DDP's ranks have different settings; return whether DDP's forward runs."""
-    # DDP writes the first rank's parameters over all others', and leaves settings.
-    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
-        return False
-    settings = (
-        CodecSettings.of(read_packed(m, leaf)).to_dict() for _, m, leaf in iter_packed(model)
-    )
-    facts: dict[str, Any] = {"the codec of experts": {str(each) for each in settings}}
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        facts[f"lora_config of {name!r}"] = config
-    check_agreement("DistributedDataParallel", lambda: facts, group=ddp.process_group)
-    return True
 
 
 def follow_adapters(model: nn.Module) -> None:

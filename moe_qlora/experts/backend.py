@@ -19,13 +19,7 @@ from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whol
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..packing.parametrize import is_autocast_on
-from .operands import (
-    LoraFactors,
-    PackedOperand,
-    known_record,
-    read_operand,
-    record_of,
-)
+from .operands import LoraFactors, PackedOperand, known_record, read_operand, record_of
 
 _LEAST_CAPABILITY = (8, 0)
 _kernels_run: dict[int, bool] = {}  # By CUDA device; set by eager calls
@@ -200,10 +194,8 @@ def suits(card: Card) -> bool:
 
 
 def kernels_run(device: torch.device) -> bool:
-    """Whether the fused kernels run on this device, on meta the card that is planned for.
-
-    On a card or with a Triton that no test has seen, small layers are compared first.
-    """
+    """Whether the fused kernels run on this device, on meta the card that is planned for."""
+    # On a card or with a Triton that no test has seen, small layers are compared first.
     if (planned := planned_card(device)) is not None:
         return _multiplies(planned)
     if device.type != "cuda":
@@ -224,11 +216,9 @@ def kernels_run(device: torch.device) -> bool:
 
 
 def find_gate(module: Any) -> tuple[Any, ...] | None:
-    """Return the fields of `gate_kernels.Gate` that compute the module's gate; None if none do.
-
-    No name says what a gate computes: it is compared once, on the CPU in fp64, with every
-    combination of the kernels' activations and the module's numbers. The module's record has it.
-    """
+    """Return the fields of `gate_kernels.Gate` that compute the module's gate; None if none do."""
+    # No name says what a gate computes: it is compared once, on the CPU in fp64, with every
+    # combination of the kernels' activations and the module's numbers. The module's record has it.
     record = known_record(module)
     if not record.gate_sought and not torch.compiler.is_compiling():
         record = record_of(module)

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -112,10 +112,8 @@ def can_serve(module: nn.Module) -> bool:
 
 
 def goes_through_interface(module: nn.Module) -> bool:
-    """Whether the forward of a module's class is that of transformers' experts interface.
-
-    Also if Liger has replaced it, not if other code has.
-    """
+    """Whether the forward of a module's class is that of transformers' experts interface."""
+    # Also if Liger has replaced it, not if other code has.
     forward = forward_override.class_forward(module)
     origin = getattr(forward, "__globals__", {}).get("__name__")
     return dispatches(module) and (origin == _INTERFACE or forward_override.is_ligers(forward))
@@ -143,7 +141,13 @@ def experts_forward(
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
     if backend.name == UNPACKED.name:
-        return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        own: Any = forward_override.class_forward(self)
+        run, previous = getattr(own, "__wrapped__", own), known_record(self).previous
+        if previous not in (None, "eager", IMPLEMENTATION):
+            run = ALL_EXPERTS_FUNCTIONS.get_interface(previous, run)
+        return cast(Tensor, run(self, hidden_states, top_k_index, top_k_weights))
     compiling = torch.compiler.is_compiling()
     if backend.name != FUSED.name:
         return projection.run(self, call, top_k_index, top_k_weights)
@@ -188,22 +192,9 @@ def _prepare(module: nn.Module, previous: str | None) -> None:
         kernels_run(parameter.device)
 
 
-def _previous_forward(module: Any) -> Any:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    own: Any = forward_override.class_forward(module)
-    eager = getattr(own, "__wrapped__", own)
-    previous = known_record(module).previous
-    if previous in (None, "eager", IMPLEMENTATION):
-        return eager
-    return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)
-
-
 def clear_quantized(model: nn.Module) -> None:
-    """Undo `hf.model.finish_packing` where no expert is packed any more, such as after a merge.
-
-    A model that still has bitsandbytes Linear layers stays marked as quantized.
-    """
+    """Undo `hf.model.finish_packing` where no expert is packed any more, such as after a merge."""
+    # A model that still has bitsandbytes Linear layers stays marked as quantized.
     if any(parametrize.iter_packed(model)):
         return
     deactivate(model)

@@ -79,11 +79,9 @@ def make_operands(x: Tensor, weights: Tensor, biases: Any, lora: Any, scalings: 
 
 
 def save_for_backward(inputs: Inputs, layer: Any, saved: Sequence[Tensor]) -> Tensor:
-    """Return room for the output `(T, H)`, with its backward.
-
-    Non-reentrant checkpointing stops recomputing at the last saved tensor: since the output is
-    computed after it, the second projection is not recomputed.
-    """
+    """Return room for the output `(T, H)`, with its backward."""
+    # Non-reentrant checkpointing stops recomputing at the last saved tensor: since the output is
+    # computed after it, the second projection is not recomputed.
     first, second = layer.first.refetch, layer.second.refetch
     if first is not None and second is not None:
         # Offloaded or ZeRO-3 weights are read again; `layer` would hold their memory

@@ -34,10 +34,8 @@ from .operands import packed_weight
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `backward` that autograd cannot differentiate: create_graph=True raises.
-
-    `once_differentiable` lets a second derivative of a loss through as none.
-    """
+    """Decorate a `backward` that autograd cannot differentiate: create_graph=True raises."""
+    # `once_differentiable` lets a second derivative of a loss through as none.
 
     @wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:

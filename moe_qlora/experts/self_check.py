@@ -19,10 +19,8 @@ from ..versions import OPTIONAL, installed_version
 
 
 def layer_is_right(device: torch.device) -> bool:
-    """Whether kernels are right, of few tokens and many; tried where no test has run them.
-
-    Those in Gluon, whose language changes with Triton's versions, are left out if only they fail.
-    """
+    """Whether kernels are right, of few tokens and many; tried where no test has run them."""
+    # Those in Gluon, whose language changes with Triton's versions, are left out if only they fail.
     triton = installed_version("triton")
     seen = device.type == "cuda" and torch.version.hip is None
     hopper = seen and torch.cuda.get_device_capability(device) == cards.HOPPER

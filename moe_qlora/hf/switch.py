@@ -64,10 +64,7 @@ def disable() -> None:
 
 @contextmanager
 def enabled(
-    *,
-    skip_modules: Sequence[str] = (),
-    keep_codes: bool = False,
-    offload: bool = False,
+    *, skip_modules: Sequence[str] = (), keep_codes: bool = False, offload: bool = False
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 

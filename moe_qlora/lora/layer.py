@@ -51,10 +51,8 @@ def wrap_parameter(
     parameter_name: str | None = None,
     **kwargs: Any,
 ) -> nn.Module | None:
-    """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
-
-    PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
-    """
+    """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT."""
+    # PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
     base = unwrapped(target)
     if parameter_name is None or not packed_names(base):
         return None
@@ -203,15 +201,6 @@ class ParamWrapper(StockParamWrapper):
                 total = total + (left @ right * adapter.scaling).reshape(weight.shape)
             return total.to(weight.dtype)
 
-    def read_adapted(self, base: nn.Module) -> Tensor:
-        """Return the parameter of `base` with the active adapters added."""
-        self._unmerge_if_disabled()
-        factors = self.active_factors() if is_packed(base, self.parameter_name) else ()
-        if factors:
-            require_whole(read_packed(base, self.parameter_name))
-        weight = cast(Tensor, getattr(base, self.parameter_name))
-        return self.add_lora(weight, factors) if factors else weight
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -224,7 +213,12 @@ class ParamWrapper(StockParamWrapper):
             inner = unwrapped(base)
             wrapper = None if self.lora_source is None else self.lora_source.wrappers.get(name)
             if wrapper is not None:
-                return wrapper.read_adapted(inner)
+                wrapper._unmerge_if_disabled()
+                factors = wrapper.active_factors() if is_packed(inner, name) else ()
+                if factors:
+                    require_whole(read_packed(inner, name))
+                weight = getattr(inner, name)
+                return wrapper.add_lora(weight, factors) if factors else weight
             if name not in packed_names(inner):
                 raise
             return getattr(inner, name)

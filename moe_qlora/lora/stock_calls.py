@@ -76,7 +76,12 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     load = _caller(frame, _FAR, *loads)
     if not isinstance(config, AdaptedLoraConfig):
         if load is not None and is_lora(config):  # untrusted input
-            config = _as_loaded(model, config, load)
+            folder = load.f_locals.get("model_id") or load.f_locals.get("peft_model_id")
+            parse_fields(LoraSettings, vars(config), Path(folder or "") / CONFIG)
+            named = config.target_modules and not config.target_parameters
+            probe = changed(config, exclude_modules=exclude_modules(model))
+            if named and not is_all_linear(config) and not reached_modules(model, probe):
+                config = rewritten(model, config) or config  # of transformers v4, on experts alone
         config = adapt(model, config, warn=load is None and not config.inference_mode)
         tuner.peft_config[name] = config
     if type(tuner) is not StockLoraModel:
@@ -86,18 +91,6 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     made = _caller(frame, _FAR, PeftModel.__init__.__code__)
     if made is not None:
         use_own_files(made.f_locals["self"])
-
-
-def _as_loaded(model: nn.Module, config: Any, load: FrameType) -> Any:
-    """Return the config of an adapter folder, checked, which may be one of transformers v4."""
-    folder = load.f_locals.get("model_id") or load.f_locals.get("peft_model_id")
-    file = Path(folder or "") / CONFIG
-    parse_fields(LoraSettings, vars(config), file)
-    named = config.target_modules and not config.target_parameters and not is_all_linear(config)
-    probe = changed(config, exclude_modules=exclude_modules(model))
-    if named and not reached_modules(model, probe):  # of transformers v4, on experts alone
-        return rewritten(model, config) or config
-    return config
 
 
 def _caller(frame: FrameType | None, most: int, *codes: CodeType) -> FrameType | None:

@@ -45,8 +45,7 @@ NESTED_ABSMAX = ".nested_absmax"
 TABLE = ".quant_map"
 NESTED_TABLE = ".nested_quant_map"
 RECORD = ".quant_state.bitsandbytes__"  # and the kind
-NESTED_BLOCK = 256
-"""Blocks whose absmax share one second-level absmax in double quantization."""
+NESTED_BLOCK = 256  # blocks whose absmax share one of the second level in double quantization
 
 
 class Bnb4bit(Codec):

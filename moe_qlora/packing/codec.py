@@ -21,9 +21,7 @@ from ..kernels.weights import PackedWeight
 from .codecs import CODES, codec_of
 from .settings import CodecSettings, packed_tensors, problems, why_not
 
-MAX_ELEMENTS = 2**31 - 1
-"""bitsandbytes' kernels take the number of weights as an int32."""
-
+MAX_ELEMENTS = 2**31 - 1  # bitsandbytes' kernels take the number of weights as an int32
 LARGEST = 1e30
 """Weights of this size and above are not packed: the sum of their blocks' maxima, which double
 quantization averages, may exceed float32, and every block would decode to NaN."""

@@ -26,8 +26,7 @@ Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
 Settings = Any  # `CodecSettings` of settings.py, which imports this file
 
-CODES = ""
-"""End of the key of a packed weight's codes, which is the weight's name."""
+CODES = ""  # end of the key of a packed weight's codes, which is the weight's name
 
 
 class TensorSpec(NamedTuple):

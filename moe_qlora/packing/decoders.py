@@ -167,13 +167,11 @@ class _Statistics(QuantState):
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    def _now(self) -> Any:
-        return to_quant_state(self._decoder.packed(torch.empty((0, 1), dtype=torch.uint8)))
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._now(), name)
+        packed = self._decoder.packed(torch.empty((0, 1), dtype=torch.uint8))
+        return getattr(to_quant_state(packed), name)
 
     def to(self, device: Any) -> None:
         """Do nothing: the decoder moves."""

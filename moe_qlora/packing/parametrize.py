@@ -44,10 +44,8 @@ _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDicti
 
 
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
-    """Replace a plain parameter, or nothing, by a packed weight.
-
-    One that is attached to another module is shared with it: one parameter, one set of statistics.
-    """
+    """Replace a plain parameter, or nothing, by a packed weight."""
+    # One that is attached to another module is shared with it: one parameter, one decoder.
     if is_packed(module, name):
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."

@@ -68,12 +68,10 @@ def weights_to_pack(
 
 
 def is_skipped(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether any pattern, which must be a valid regex, names this module or parameter.
-
-    A pattern matches names that start with it as a regex, up to a component's end ("layer.1"
-    matches "layer.1.attn", not "layer.11"), and names that end with it literally ("fc1" matches
-    "layer.2.fc1").
-    """
+    """Return whether any pattern, which must be a valid regex, names this module or parameter."""
+    # A pattern matches names that start with it as a regex, up to a component's end ("layer.1"
+    # matches "layer.1.attn", not "layer.11"), and names that end with it literally ("fc1" matches
+    # "layer.2.fc1").
     return any(
         re.match(f"(?:{pattern}){_BOUNDARY}", name) or name.endswith(pattern)
         for pattern in patterns

@@ -114,7 +114,7 @@ def fit_memory(
     return fit
 
 
-class Fit:
+class Fit(ExitStack):
     """The activations that decoder layers keep between forward and backward.
 
     Attributes:
@@ -129,13 +129,13 @@ class Fit:
     def __init__(
         self, model: Any, layers: Any, device: torch.device, sizes: tuple[int, int], loss: Any
     ) -> None:
+        super().__init__()
         self.memory, self.peak, self.gain = 0, 0, 1.0
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._steps = 0  # That were checked
-        self._undo = ExitStack()
         base = base_model(model)
         try:
             groups = expert_groups(base)
@@ -144,24 +144,24 @@ class Fit:
         self._offload = offload_of(groups)
         hosted = 0 if self._offload is None else len(self._offload.layers)
         if self._offload is not None:
-            self._undo.callback(self._offload.hold, hosted)
+            self.callback(self._offload.hold, hosted)
         self._hosted, self._expert_layers = hosted, tuple(starmap(_expert_layer, groups.items()))
         self._runners = {name: runner_of(x) or LayerRunner(x) for name, x in layers.items()}
         warned: list[str] = []
         promised = (1, math.prod(sizes)) if has_flat_rows(model) else sizes  # One row of all tokens
         for runner in self._runners.values():
-            self._undo.callback(runner.end)
-            self._undo.callback(setattr, runner, "level", None)
+            self.callback(runner.end)
+            self.callback(setattr, runner, "level", None)
             runner.level, runner.promised, runner.warned = RECOMPUTE, promised, warned
         self._switch_checkpointing_off()
         trunk = getattr(base, "base_model", base)
-        self._undo.callback(trunk.register_forward_pre_hook(self._before_forward).remove)
+        self.callback(trunk.register_forward_pre_hook(self._before_forward).remove)
 
     def _switch_checkpointing_off(self) -> None:
         for runner in self._runners.values():
             if runner.layer.gradient_checkpointing:
                 runner.layer.gradient_checkpointing = False
-                self._undo.callback(setattr, runner.layer, "gradient_checkpointing", True)
+                self.callback(setattr, runner.layer, "gradient_checkpointing", True)
 
     def _before_forward(self, trunk: nn.Module, _: Any) -> None:
         if trunk.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -350,7 +350,7 @@ class Fit:
                     torch.cuda.empty_cache()
 
             if self._is_recorded:
-                self._undo.callback(register_optimizer_step_pre_hook(give_back).remove)
+                self.callback(register_optimizer_step_pre_hook(give_back).remove)
         self._steps += 1
         if self._steps <= _STEPS_CHECKED:
             return
@@ -372,13 +372,7 @@ class Fit:
 
     def remove(self) -> None:
         """Let the layers run as before."""
-        self._undo.close()
-
-    def __enter__(self) -> Fit:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        self.close()
 
     def __str__(self) -> str:
         return str(self._chosen)
@@ -451,10 +445,8 @@ def _gaps() -> float:
 
 
 def _resident(step: StepModel, device: torch.device, freed: int) -> int:
-    """Return the bytes on a device that a budget does not count: other tensors, workspaces.
-
-    `freed` are those that it does not hold of experts in host memory.
-    """
+    """Return the bytes on a device that a budget does not count: other tensors, workspaces."""
+    # `freed` are those that it does not hold of experts in host memory.
     if device.type != "cuda":  # AdamW counts its steps in a float32 tensor for each weight
         return torch.float32.itemsize * len(step.trained)
     torch.cuda.synchronize(device)
@@ -463,10 +455,8 @@ def _resident(step: StepModel, device: torch.device, freed: int) -> int:
 
 
 def _trainers_autocast(step: StepModel, device: torch.device) -> Any:
-    """Return the autocast that steps will run in, as far as it is known.
-
-    Layers are compiled for it: else they would be compiled again in the first step.
-    """
+    """Return the autocast that steps will run in, as far as it is known."""
+    # Layers are compiled for it: else they would be compiled again in the first step.
     if device.type != "cuda" or torch.is_autocast_enabled(device.type):
         return nullcontext()
     accelerate = sys.modules.get("accelerate.state")  # Imported, if there is a trainer

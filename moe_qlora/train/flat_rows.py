@@ -44,27 +44,23 @@ from .segments import Segments, running, segmented
 
 _log = logging.getLogger(__name__)
 
-_FLAT = "_moe_qlora_flat_rows"
-"""Entry of a decoder stack's `__dict__`: its `FlatRows`."""
+_FLAT = "_moe_qlora_flat_rows"  # Entry of a decoder stack's `__dict__`: its `FlatRows`
 _TABLE = 16
 """Least size of the table of segments, and how much larger each next one is: 4 times. Flash
 attention takes a microsecond for an empty segment and head, or so (4,096 tokens, one H200)."""
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64  # Lengths are multiples: kernels are compiled anew for those that are not of 16
+# How often a length comes before it is recorded although a longer one serves. Recording takes 1.2 s
+# (48 layers of Qwen3-30B-A3B, H200).
 _OFTEN = 8
-"""How often a length comes before it is recorded although a longer one serves.
-
-Recording takes 1.2 s (48 layers of Qwen3-30B-A3B, H200)."""
 _RECORDED = 8  # Most lengths that are recorded
 _SHORT = 1024  # Fewer tokens take hardly less time: all experts are read for them
 _OF_LOSS = ("num_items_in_batch", "labels")
 
 
 def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool) -> list[FlatRows]:
-    """Let the decoder stacks of a model run each batch as one flat row; return what was set.
-
-    Rows of up to `batch_size * seq_len` tokens; with `fixed`, filled up to one of a few lengths.
-    """
+    """Let the decoder stacks of a model run each batch as one flat row; return what was set."""
+    # Rows of up to `batch_size * seq_len` tokens; with `fixed`, filled up to one of a few lengths.
     largest = batch_size * seq_len if fixed else None
     return [FlatRows(stack, seq_len, largest) for stack in decoder_stacks(model)]
 
@@ -357,10 +353,8 @@ class _Row:
 
 
 def _offsets(starts: Tensor, places: Tensor, length: int, longest: int, size: int) -> Tensor:
-    """Return where each segment begins in the row, `(size + 1,)` int32.
-
-    What is left of the row is filled with segments that are not longer than others may be.
-    """
+    """Return where each segment begins in the row, `(size + 1,)` int32."""
+    # What is left of the row is filled with segments that are not longer than others may be.
     ids = starts.cumsum(0)
     numbers = torch.arange(size + 1, device=starts.device)
     fill = places[-1] + 1 + (numbers - ids[-1]) * longest

@@ -74,7 +74,7 @@ class LayerGraphs:
         self._pass: str | None = None  # None: the first layer will decide
         self._last = -1
         self._warned: set[str] = set()
-        self._model = model
+        self.model = model
         layers = decoder_layers(model).values()
         self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
         for place, runner in enumerate(self._runners):
@@ -108,11 +108,6 @@ class LayerGraphs:
         for each in self._calls:
             each.known.clear()
         self._start()
-
-    def check_whole(self) -> None:
-        """Raise if an engine gathers weights anew for each forward and backward."""
-        if world().uses_fsdp(self._model):
-            raise ObstacleError("FSDP gathers weights at other addresses each time")
 
     def buffer(self, role: Hashable, like: Tensor) -> Tensor:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
@@ -240,10 +235,8 @@ class LayerCalls:
         return (tuple(found), leases) if places in (None, tuple(found)) else None
 
     def describe(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable, Hashable]:
-        """Return a call's arguments, their names, and its kind.
-
-        That is all that a graph depends on, but the layer's level and the places of its experts.
-        """
+        """Return a call's arguments, their names, and its kind."""
+        # That is all that a graph depends on, but the layer's level and the places of its experts.
         leaves, role = tree_leaves((args, kwargs)), (len(args), *kwargs)
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
@@ -301,8 +294,14 @@ class RecordedCall:
         self, graphs: LayerGraphs, runner: LayerRunner, level: str, args: Any, kwargs: Any,
         leaves: Sequence[Any], role: Hashable,
     ) -> None:  # fmt: skip
-        graphs.check_whole()
-        check_hooks(runner.layer)
+        if world().uses_fsdp(graphs.model):
+            raise ObstacleError("FSDP gathers weights at other addresses each time")
+        for name, module in runner.layer.named_modules():
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            for hook in hooks if name else ():
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not f"{home}.".startswith(_KNOWN_HOOKS):
+                    raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")
         self.graphs, self.runner, self.layer, self.level = graphs, runner, runner.layer, level
         self.calls: LayerCalls = runner.calls
         self.places = self.calls.places
@@ -346,18 +345,14 @@ class RecordedCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its backward is recorded, if it has one.
-
-        In another pass, a backward would write where other layers keep tensors.
-        """
+        """Whether its backward is recorded, if it has one."""
+        # In another pass, a backward would write where other layers keep tensors.
         return self.has_backward or not (self.x.requires_grad or self.trained)
 
     def exchanged(self) -> Any:
-        """Put tensors at the same addresses in the place of the trained weights within a block.
-
-        If an earlier step's loss is alive, so are the nodes that accumulate gradients on the
-        default stream; autograd would wait for that stream during the recording.
-        """
+        """Put tensors at the same addresses in the place of the trained weights within a block."""
+        # If an earlier step's loss is alive, so are the nodes that accumulate gradients on the
+        # default stream; autograd would wait for that stream during the recording.
         return _reparametrize_module(self.layer, {**self.weights}, tie_weights=True)
 
     def _fill(self, leaves: Sequence[Any]) -> None:
@@ -496,11 +491,9 @@ def _grad(
 
 
 def _unowned(tensor: Tensor) -> Tensor:
-    """Return a tensor at the same address that does not keep its memory from being used again.
-
-    What a graph returns is there until another one runs, which is when it has been copied. It is
-    made as torch's graphs of compiled code make theirs (torch/_inductor/cudagraph_trees.py).
-    """
+    """Return a tensor at the same address that does not keep its memory from being used again."""
+    # What a graph returns is there until another one runs, which is when it has been copied. It is
+    # made as torch's graphs of compiled code make theirs (torch/_inductor/cudagraph_trees.py).
     if not tensor.is_cuda:
         return tensor.detach()
     end = sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
@@ -528,13 +521,3 @@ def uncached_autocast() -> Any:
     """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
-
-
-def check_hooks(layer: nn.Module) -> None:
-    """Raise if a module within a layer has a hook that a graph would skip."""
-    for name, module in layer.named_modules():
-        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        for hook in hooks if name else ():
-            home = getattr(hook, "__module__", None) or type(hook).__module__
-            if not f"{home}.".startswith(_KNOWN_HOOKS):
-                raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")

@@ -25,8 +25,8 @@ from ..planning.step import tensors_of
 
 _log = logging.getLogger(__name__)
 
+# Names of a layer's key-value cache, which need not be of transformers' class
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache", "cache_params")
-"""Names of a layer's key-value cache, which need not be of transformers' class."""
 
 
 class LayerRunner:
@@ -68,10 +68,8 @@ class LayerRunner:
         return self._run(level, inputs, kwargs, **how)
 
     def _level_of(self, args: Any, kwargs: Any) -> str:
-        """Return the level of a call: more or longer sequences than promised are computed again.
-
-        Longer ones in fewer rows are: attention may take memory by the square of the length.
-        """
+        """Return the level of a call: more or longer sequences than promised are computed again."""
+        # Longer ones in fewer rows are: attention may take memory by the square of the length.
         if self.level is None:
             return levels.RECOMPUTE
         x = args[0] if args else kwargs.get("hidden_states")
@@ -139,19 +137,19 @@ def own_forward(layer: nn.Module) -> Any:
 def used_arguments(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the named arguments that a layer uses, without an empty key-value cache.
-
-    Constants that it only hands on, such as `output_hidden_states` and Trainer's
-    `num_items_in_batch`, differ between callers, and a layer would be compiled for each.
-
-    None if the cache holds something that the layer adds to, which it may do once, or has no name.
-    A layer that only reads its cache keeps it, and may be computed again.
-    """
+    """Return the named arguments that a layer uses, without an empty key-value cache."""
+    # Constants that it only hands on, such as `output_hidden_states` and Trainer's
+    # `num_items_in_batch`, differ between callers, and a layer would be compiled for each.
+    #
+    # None if the cache holds something that the layer adds to, which it may do once, or has no
+    # name. A layer that only reads its cache keeps it, and may be computed again.
     from transformers.cache_utils import Cache
 
     if not torch.compiler.is_compiling():
         own = _parameters(own_forward(layer))
-        kwargs = {n: v for n, v in kwargs.items() if n in own or not _is_of_the_stack(n, v)}
+        constant = type(None), bool, int, float, str
+        own |= {n for n, v in kwargs.items() if n == "is_causal" or not isinstance(v, constant)}
+        kwargs = {n: v for n, v in kwargs.items() if n in own}
     if getattr(layer, "_can_checkpoint_with_cache", False):
         return kwargs
     is_cache = {n for n, v in kwargs.items() if isinstance(v, Cache)} | {*_CACHES}
@@ -168,10 +166,6 @@ def used_arguments(
 @lru_cache
 def _parameters(forward: Any) -> frozenset[str]:
     return frozenset(inspect.signature(forward).parameters)
-
-
-def _is_of_the_stack(name: str, value: Any) -> bool:
-    return name != "is_causal" and isinstance(value, type(None) | bool | int | float | str)
 
 
 def _held(cache: Any) -> Iterator[bool]:

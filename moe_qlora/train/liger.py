@@ -25,9 +25,7 @@ _CHUNKS = {"chunk_mem_const": 8}
 def apply_liger(model: nn.Module) -> ExitStack:
     """Give a model, without PEFT's around it, Liger's loss; return what restores it when closed.
 
-    Raises:
-        ConfigError: Liger is not installed, does not know this type, cannot compute the loss or
-            fails.
+    A `ConfigError` where Liger is not installed, does not know this type, or fails.
     """
     if find_spec("liger_kernel") is None:
         raise ConfigError("liger_kernel is not installed (pip install liger-kernel)")

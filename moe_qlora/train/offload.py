@@ -24,7 +24,7 @@ import mmap
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -145,7 +145,7 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
     return off
 
 
-class Offload:
+class Offload(AbstractContextManager["Offload"]):
     """Packed experts that lie in host memory.
 
     Attributes:
@@ -220,9 +220,6 @@ class Offload:
             f"experts of {len(self._blocks)} layers in {nbytes} of host memory, {self.slots} slots"
         )
 
-    def __enter__(self) -> Offload:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.remove()
 
@@ -230,10 +227,8 @@ class Offload:
         """Return the slot with a layer's experts, and what reserves it; then copy the next layer's.
 
         What the caller's stream is given from now on waits for the copy. In the recording of a
-        CUDA graph, which runs later, nothing is copied, waited for or reserved.
-
-        Raises:
-            RuntimeError: In a recording, the layer is not in its slot, or not reserved there.
+        CUDA graph, which runs later, nothing is copied, waited for or reserved: a `RuntimeError`
+        where the layer is not in its slot, or not reserved there.
         """
         with self._lock:
             block.refresh()

@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PREPARED = "_moe_qlora_prepared"
-"""Entry of a model's `__dict__`: its `PreparedTraining`."""
+_PREPARED = "_moe_qlora_prepared"  # Entry of a model's `__dict__`: its `PreparedTraining`
 _YOURS = (
     'Trainer\'s arguments are yours: optim="adamw_torch_fused", dataloader_num_workers=2, '
     "dataloader_prefetch_factor=2 and dataloader_pin_memory=True are the quick ones."
 )
 _MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
-_COMPILED = "_compiled_call_impl"
-"""Attribute of a module that `compile()` sets."""
+_COMPILED = "_compiled_call_impl"  # Attribute of a module that `compile()` sets
 
 
 def prepare_training(

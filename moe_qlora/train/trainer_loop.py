@@ -34,13 +34,8 @@ _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
 
 
 def quicken_walks(model: nn.Module) -> Callable[[], None]:
-    """Answer `named_parameters`, `train` and `num_parameters` by a list; return how to undo it.
-
-    Results are those of the methods of its class. Other arguments than the defaults go to these.
-
-    Args:
-        model: The model that the loop calls: a transformers model, or a PEFT model around one.
-    """
+    """Answer `named_parameters`, `train` and `num_parameters` by a list; return how to undo it."""
+    # Results are those of the methods of its class. Other arguments than the defaults go to these.
     base: Any = base_model(model)
     tree, undo = _Tree(model, base), ExitStack()
     tree.is_told = True
