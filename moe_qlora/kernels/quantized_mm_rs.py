@@ -291,11 +291,5 @@ def launch(
 
 
 KERNEL = Kernel(
-    "rs_gemm",
-    supports,
-    lambda matmul: WIDEST_TILE,
-    prepare,
-    launch,
-    reorder=reorder,
-    hopper=True,
+    "rs_gemm", supports, lambda matmul: WIDEST_TILE, prepare, launch, reorder=reorder, hopper=True
 )
