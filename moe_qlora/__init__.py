@@ -13,8 +13,6 @@ Before a load: `plan`, `detect`, `doctor`. Of a model that is built: `quantize_e
 `write_report`. Several GPUs: `load_sharded`. Importing this package imports no torch.
 """
 
-from __future__ import annotations
-
 import ast
 from importlib import import_module
 from pathlib import Path

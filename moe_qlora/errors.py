@@ -18,8 +18,6 @@ Every message is one sentence for a person: what failed, the full name of the pa
 what was seen, what was expected and what to do.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """Report the progress of long work: to a caller's function, by a bar, or not at all."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

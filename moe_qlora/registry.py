@@ -5,8 +5,6 @@ Detection never reads them: tests compare it with them, and a model type or the 
 checkpoint is built from their configuration and class. Importing this module imports no torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

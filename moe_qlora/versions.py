@@ -4,8 +4,6 @@ Tests compare the ranges in pyproject.toml, tools/constraints.txt, README.md and
 these.
 """
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple

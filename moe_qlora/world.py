@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-NOT_GIVEN: Final[Any] = object()
-"""Default of a `state_dict` argument, different from None."""
+NOT_GIVEN: Final[Any] = object()  # Default of a `state_dict` argument, different from None
 
 CHECKED = "_moe_qlora_checked"  # attribute of a model: DDP's ranks were compared
 

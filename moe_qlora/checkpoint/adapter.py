@@ -15,8 +15,6 @@ With resized embeddings, PEFT writes the trained `<path>.weight` as `<path>.modu
 too, beside the base's own `<path>.original_module.weight`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping

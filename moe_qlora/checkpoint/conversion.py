@@ -6,8 +6,6 @@ They are not all one to one: whoever writes what `restore` gives must have seen 
 the tensors that were read, bit for bit, as `Base.values` does.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field

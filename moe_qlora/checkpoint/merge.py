@@ -11,8 +11,6 @@ A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the res
 most of the adapter.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

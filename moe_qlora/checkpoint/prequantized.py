@@ -20,8 +20,6 @@ torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py)
 utils/quantization_config.py, NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ their device they are dequantized if the maker quantized the folder, converted b
 operations, and taken by a `Slot` for each parameter, which packs them, or collects plain ones.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

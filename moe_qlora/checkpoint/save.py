@@ -6,8 +6,6 @@ changes before the whole new model is on disk. Apart from shard boundaries, `qua
 writes what a load under `enabled()` and `save_pretrained` write.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections import Counter

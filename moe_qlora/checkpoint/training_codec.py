@@ -10,8 +10,6 @@ hundred values, set if it is above their mean. Packing or further training of th
 bits; of another model's bits, half agree by chance. The model card (README.md) says it to people.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -4,8 +4,6 @@ packed folder   manifest, config.json, checksums, and the statistics of packed w
 plain folder    index, headers, and that all weights, dequantized if they are codes, are finite
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C, 1
 reader has closed it (`| head`); a subcommand names any others.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`moe-qlora doctor [MODEL]`: versions, devices, backends of expert layers, known problems."""
 
-from __future__ import annotations
-
 import typer
 
 from . import options as opt

@@ -1,7 +1,5 @@
 """`moe-qlora dump MODEL`: the expert parameters of a model, and PEFT's settings for them."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

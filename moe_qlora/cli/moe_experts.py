@@ -4,8 +4,6 @@ axolotl finds it by its entry point and asks for a command of click, which it br
 brings another click.
 """
 
-from __future__ import annotations
-
 import click
 import typer
 

@@ -114,8 +114,8 @@ def _show(report: MemoryPlan, out: Console, command: str) -> None:
         render.say(out, report.verdict, "green" if report.fits else "red")
         out.line()
     if report.best is not None:  # to be pasted
-        said = visible(f"    {command} {report.best.options}".rstrip())
-        out.print(said, markup=False, soft_wrap=True)
+        pasted = visible(f"    {command} {report.best.options}".rstrip())
+        out.print(pasted, markup=False, soft_wrap=True)
         out.line()
     settings, engine, peak = report.settings, report.settings.engine, report.peak
     where, share = "one device", ""

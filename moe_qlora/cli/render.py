@@ -10,8 +10,6 @@ Messages are one line each:
 Of other libraries log records of ERROR alone are shown, and under `python -W default` warnings.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

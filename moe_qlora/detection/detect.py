@@ -1,7 +1,5 @@
 """Detect the expert parameters of a model: every step in order, nn.Module -> ModelLayout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 

@@ -5,8 +5,6 @@ their device, in an operator of torch's library: code that torch.compile makes a
 contain the count if it is there when they are made. Later hooks have no effect on them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

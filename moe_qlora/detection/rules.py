@@ -3,8 +3,6 @@
 The first rule that applies decides. `moe-qlora dump --why` prints its reason.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ alone leave several readings of a pair without a gate, and of three alike; the r
 own attributes and the order of registration tell which holds.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace

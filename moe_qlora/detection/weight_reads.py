@@ -4,8 +4,6 @@ Such code sees codes where bitsandbytes packs the layer, and no LoRA, which the 
 adds. Longcat's routers are so, and Mamba layers, where `mamba_ssm` computes the output projection.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`doctor`: versions, devices, and the backends of a model's expert layers, packed on meta."""
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Iterable

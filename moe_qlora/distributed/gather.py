@@ -5,8 +5,6 @@ whole tensor at a time. Ranks exchange tensors by shape alone: without `check_ag
 codes are decoded with another folder's statistics, and sums mix two scalings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast

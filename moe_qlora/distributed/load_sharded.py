@@ -5,8 +5,6 @@ this rank's device, and filled (hf/fill.py). By transformers' `DistributedConfig
 transformers shards, and reads all that is not packed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """What other rooms ask of many ranks (`world()`); in a single process nothing is sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 gather both alike, and cast neither. `shards_integers` lets torch before 2.13 shard uint8.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Which backend computes a call of an experts module, and why: all conditions."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ does not use. The hooks here raise at the first forward with adapters. They look
 attributes only, so that nothing of PEFT is imported.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import MutableMapping
 from typing import Any

@@ -21,8 +21,6 @@ No decoded weight is alive between forward and backward: backward decodes again.
 low-rank products added to the base product, never W + B A.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MethodType

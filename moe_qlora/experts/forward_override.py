@@ -6,8 +6,6 @@ An attribute in an instance's `__dict__` overrides a method of its class, but no
 `forward` is a property on both classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any

@@ -3,8 +3,6 @@
 `forward.experts_forward` draws the eager path. `projection.py` is the reference for every result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from itertools import islice

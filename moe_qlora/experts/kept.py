@@ -5,8 +5,6 @@ saves, or that Triton kernels write, are computed again. Here an experts forward
 over in the first forward, and gets them back in the recomputation. Compiled code saves by operator.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Sequence

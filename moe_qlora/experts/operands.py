@@ -5,8 +5,6 @@ arguments are tensors and plain numbers only: there a weight is a `PackedOperand
 operator rebuilds it. Also here: the record of a module, with the source of its LoRA factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice

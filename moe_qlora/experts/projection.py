@@ -10,8 +10,6 @@ matmuls where the card has them, which decode all experts at once; else loops ov
 have rows, which decode one at a time. Sums over a token's rows have one order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """A small layer by all families of the fused kernels, compared with plain torch."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

@@ -5,8 +5,6 @@ on the instance, as bound methods in its `__dict__`, so that deepcopy binds the 
 `experts.forward.clear_quantized` removes them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import MethodType

@@ -4,8 +4,6 @@ The methods stand in the order of the calls (switch.py). The quantizer that a lo
 of the stock class.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -10,8 +10,6 @@ its maker quantized. Turning it off restores both. One load calls, in this order
     postprocess_model             attach packed weights, select the experts forward (model.py)
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ The hooks are in the order of their calls. axolotl keeps a plugin for the whole 
 there only in a run that names the plugin.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Mapping

@@ -13,8 +13,6 @@
 A loader with hooks calls `before_build` and, on every way out, `after_build` or `close`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext

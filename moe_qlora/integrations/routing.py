@@ -8,8 +8,6 @@ busiest expert got, and `routing_idle/LAYER`, the number of experts without a to
 matplotlib, a picture of layers by experts to TensorBoard and Weights & Biases.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 

@@ -11,8 +11,6 @@ adapter to a folder that the engine loads. TRL has no hook for this (UPSTREAM.md
 file replaces its trainers' `VLLMGeneration`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

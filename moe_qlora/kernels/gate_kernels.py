@@ -23,8 +23,7 @@ ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 # tokens, 213 with one.
 _GATE = {"BI": 256, "num_warps": 4, "num_stages": 2}
 _BACKWARD = {"BI": 128, "num_warps": 4, "num_stages": 3}
-_BACKWARD_FEW = {"BI": 64, "num_warps": 2, "num_stages": 1}
-"""For tiles of 16 rows."""
+_BACKWARD_FEW = {"BI": 64, "num_warps": 2, "num_stages": 1}  # For tiles of 16 rows
 
 
 _SIGMOID = tl.constexpr("""{

@@ -36,8 +36,7 @@ from .routing import Routing
 from .table import Kernel, Matmul
 from .weights import PackedWeight
 
-BLOCK = 256
-"""Groups of 8 weights that a program decodes."""
+BLOCK = 256  # Groups of 8 weights that a program decodes
 
 
 @triton.jit

@@ -45,8 +45,7 @@ SLOTS: gl.constexpr = gl.constexpr(4)
 WORDS: gl.constexpr = gl.constexpr(3)
 """Tiles of codes: one being looked up, two on their way. (Four and two programs would not fit.)"""
 
-BUFFERS: gl.constexpr = gl.constexpr(2)
-"""Tiles of weights: one being written, one being multiplied."""
+BUFFERS: gl.constexpr = gl.constexpr(2)  # Tiles of weights: one being written, one being multiplied
 
 STEP: gl.constexpr = gl.constexpr(64)
 FEATURES, WARPS = 128, 4

@@ -21,8 +21,7 @@ from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 _BLOCK, _CHUNK = 256, 128
 """Assignments that one program places, and how many of them it compares at once."""
 
-_TILES = 32
-"""Tiles whose table entries one program writes."""
+_TILES = 32  # Tiles whose table entries one program writes
 
 
 @triton.jit

@@ -38,8 +38,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 `packing.codecs.register` adds those of other codecs. int8 has none; no kernel decodes any other
 codec that is not here."""
 
-MX_BLOCK = 32
-"""Weights in a block of MXFP4, which share one scale."""
+MX_BLOCK = 32  # Weights in a block of MXFP4, which share one scale
 
 ALL_BLOCKS = 2**30
 """Block size of a second level that has a single block, however long the first level is."""

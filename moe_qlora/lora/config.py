@@ -1,7 +1,5 @@
 """A LoraConfig adapted to packed experts; its file is stock PEFT's for unpacked ones."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings

@@ -5,8 +5,6 @@ here they are gathered, and the first rank writes them with PEFT's own method to
 whose files then replace the old ones.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """One line, logged at the first training forward: packed experts, bytes, layers with LoRA."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from typing import Any

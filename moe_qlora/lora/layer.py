@@ -13,8 +13,6 @@ Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

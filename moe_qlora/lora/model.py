@@ -1,7 +1,5 @@
 """The PEFT model over packed experts: `get_peft_model`, and the class behind later calls."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Collection, Iterator

@@ -7,8 +7,6 @@ then see each other in silence. `watch_packed_rows` lets packed rows run by thei
 and refuses them where the model was found to mix them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ model by `hf/model.py`, looks for the tuner among its callers, adapts the config
 tuner this package's class. If it finds none, adapters without effect are refused (checks.py).
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

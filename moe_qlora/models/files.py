@@ -3,8 +3,6 @@
 Length, depth and digits are bounded, so that no later code, ours or transformers', trips over them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import stat

@@ -5,8 +5,6 @@ A name is, in this order: a folder with config.json; a .json file; a model type 
 hub id.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Mapping

@@ -21,8 +21,6 @@ The value of a weight is table[code] * absmax. int8 is one code a weight and one
 The value of a weight is code * scale / 127.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

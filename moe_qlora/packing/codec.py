@@ -8,8 +8,6 @@ Decoding on the CPU shows one block as one row to bitsandbytes' AVX-512 kernel (
 up the absmax by row, and is wrong wherever a row is not a whole number of blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

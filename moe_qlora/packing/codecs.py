@@ -9,8 +9,6 @@ by its own `decode`, and computed by the backends for plain decoded weights. It 
 bitsandbytes' Linear layers, so that `llm_int8_skip_modules` must name them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ The value of a weight is table[code] * 2**(exponent - 127). Stored transposed, b
 columns of the decoded weight.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import cast
 

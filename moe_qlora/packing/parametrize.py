@@ -16,8 +16,6 @@ the second, since engines look each key up as a parameter:
     <module>.parametrizations.<name>.0.absmax, .nested                      <module>.statistics.*
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -4,8 +4,6 @@ A weight that is packed already stays. Then `llm_int8_skip_modules` decides, as 
 `should_convert_module`.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ Neither runs on meta, where an attention takes their place that allocates, and s
 as CUDA's fused kernels do; it stands for sdpa too, whose rule on meta would count all scores.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import AbstractContextManager
 from functools import cache

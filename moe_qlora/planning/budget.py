@@ -66,8 +66,7 @@ COMPONENTS = (
 )
 """The components of a peak, in the order of the table."""
 
-ENGINES = {"ddp": "DDP", "fsdp": "FSDP2"}
-"""The engines by the names that `plan` takes."""
+ENGINES = {"ddp": "DDP", "fsdp": "FSDP2"}  # The engines by the names that `plan` takes
 
 
 @dataclass(frozen=True, slots=True)

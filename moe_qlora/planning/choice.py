@@ -17,8 +17,6 @@ token, over `Pace.rate`, without scores of attention: it computes for longer tha
 The best choice is the quickest step of those that fit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +32,7 @@ RECOMPUTE, PART, ATTENTION, KEEP = LEVELS = ("recompute", "part", "attention", "
 SLOTS = 2
 """Slots on the device: one is read while the other is filled; an end of use is known at once."""
 
-ALIGNMENT = 256
-"""Bytes: of each tensor's address in a slot, as torch's allocator has it."""
+ALIGNMENT = 256  # Bytes: of each tensor's address in a slot, as torch's allocator has it
 
 # The part of a step that computing all layers again takes (Qwen3-30B-A3B, one H200, micro-batch 4:
 # 16,521 tokens/s computing all again, and 22,483 keeping all); a forward takes as much.

@@ -1,7 +1,5 @@
 """GPUs by name, and devices as `plan` is given them."""
 
-from __future__ import annotations
-
 import re
 from math import ceil
 from typing import Any, NamedTuple

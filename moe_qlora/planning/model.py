@@ -11,8 +11,6 @@ counted rather than estimated. Of layers that are alike but for their place the 
 stay, since what is alive when they run differs; the rest are emptied, and counted as the last.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`moe_qlora.plan`: what a model takes on its devices, packed, loading and in training."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The result of `plan`: frozen records, free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import Any

@@ -11,8 +11,6 @@ Either is read at the borders of blocks, so that any split of the blocks over de
 up afterwards. Of blocks that differ in nothing but their place only the first and the last run.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +38,7 @@ from .attention import fused_attention
 from .budget import Activity
 from .model import MetaModel, StepModel, known_tensors, top_k_in
 
-NO_CAP = 1 << 62
-"""Bytes of a workspace that nothing bounds."""
+NO_CAP = 1 << 62  # Bytes of a workspace that nothing bounds
 
 Loss = Callable[[Any, dict[str, Any]], Tensor]
 """(model, batch) -> the loss of the batch, a dict with `input_ids` and `labels` (batch, seq)."""

@@ -1,7 +1,5 @@
 """`moe_qlora.write_report`: one HTML page, without scripts and links; pictures by matplotlib."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

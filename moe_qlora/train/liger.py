@@ -5,8 +5,6 @@ torch.compile. A forward that other code has bound to the model, as accelerate's
 and Liger's loss is left out. TRL's trainers bind one, whose loss is in chunks.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from importlib.util import find_spec
 from inspect import signature

@@ -17,8 +17,6 @@ Elsewhere (a CPU, 32 bit, wide heads, dropout, caps) a dense mask of segments go
 own implementation. In other calls `segmented(name)` delegates to the implementation of that name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
