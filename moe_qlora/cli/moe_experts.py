@@ -4,6 +4,9 @@ axolotl finds it by its entry point and asks for a command of click, which it br
 brings another click.
 """
 
+from functools import wraps
+from typing import Any
+
 import click
 import typer
 
@@ -21,9 +24,15 @@ def moe_experts(arguments: tuple[str, ...]) -> None:
     from .app import PLAIN, run
     from .dump import dump
 
+    @wraps(dump)
+    def dump_config(model: str, **options: Any) -> None:
+        from ..integrations.axolotl import read_config
+
+        dump(read_config(model).base_model, **options)
+
     planned = any(word.partition("=")[0] == "--gpus" for word in arguments)
     program = typer.Typer(add_completion=False, **PLAIN)
-    program.command()(plan_config if planned else dump)
+    program.command()(plan_config if planned else dump_config)
     run(program, "axolotl moe-experts", args=list(arguments))
 
 
