@@ -199,6 +199,15 @@ class ParamWrapper(StockParamWrapper):
                 total = total + (left @ right * adapter.scaling).reshape(weight.shape)
             return total.to(weight.dtype)
 
+    def read_adapted(self, base: nn.Module) -> Tensor:
+        """Return the parameter of `base` with the active adapters added."""
+        self._unmerge_if_disabled()
+        factors = self.active_factors() if is_packed(base, self.parameter_name) else ()
+        if factors:
+            require_whole(read_packed(base, self.parameter_name))
+        weight: Tensor = getattr(base, self.parameter_name)
+        return self.add_lora(weight, factors) if factors else weight
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -211,12 +220,7 @@ class ParamWrapper(StockParamWrapper):
             inner = unwrapped(base)
             wrapper = None if self.lora_source is None else self.lora_source.wrappers.get(name)
             if wrapper is not None:
-                wrapper._unmerge_if_disabled()
-                factors = wrapper.active_factors() if is_packed(inner, name) else ()
-                if factors:
-                    require_whole(read_packed(inner, name))
-                weight = getattr(inner, name)
-                return wrapper.add_lora(weight, factors) if factors else weight
+                return wrapper.read_adapted(inner)
             if name not in packed_names(inner):
                 raise
             return getattr(inner, name)

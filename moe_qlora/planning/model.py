@@ -144,7 +144,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             name,
             (*(t for part in held for t in _packed_tensors(part)), *map(_other_tensor, others)),
             # A layer is of a class not to be split; without these, an item of a ModuleList.
-            layer=_class_name(unit) in classes
+            layer=world().stock_class(unit).__name__ in classes
             or (not classes and name.rpartition(".")[0] in lists),
             slot=sum(slot_nbytes((w.codes, *bits_of(w).values())) for w in experts),
             active=active,
@@ -194,18 +194,13 @@ def _layer_classes(model: Any) -> set[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def _class_name(unit: Any) -> str:
-    name: str = world().stock_class(unit).__name__
-    return name
-
-
 def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield each block by its full name, single tensors included, in registration order."""
     classes = _layer_classes(model)
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes
-        if _class_name(module) in classes or listed:
+        if world().stock_class(module).__name__ in classes or listed:
             parts = name.split(".") + ([""] if listed else [])
             split_paths |= {".".join(parts[:end]) for end in range(len(parts))}
 
@@ -215,7 +210,7 @@ def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
                 yield f"{path}.{name}".lstrip("."), tensor
         for name, child in module.named_children():
             inner = f"{path}.{name}".lstrip(".")
-            if inner in split_paths and _class_name(child) not in classes:
+            if inner in split_paths and world().stock_class(child).__name__ not in classes:
                 yield from descend(inner, child)
             elif any(True for tensors in (child.parameters(), child.buffers()) for _ in tensors):
                 yield inner, child

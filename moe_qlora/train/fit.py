@@ -387,8 +387,7 @@ def _device_of(model: nn.Module) -> torch.device:
         for parameter in module.parameters()
     }
     own = [parameter for parameter in model.parameters() if id(parameter) not in hosted]
-    meshes = [(p.device_mesh, p) for p in own if hasattr(p, "device_mesh")]
-    if any(mesh.device_type != parameter.device.type for mesh, parameter in meshes):
+    if any(p.device_mesh.device_type != p.device.type for p in own if hasattr(p, "device_mesh")):
         raise ConfigError(
             "fit_memory: FSDP2 keeps the weights in host memory (CPUOffloadPolicy), where no step "
             "is measured: leave the policy out, or fit_memory."

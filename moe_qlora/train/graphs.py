@@ -294,14 +294,7 @@ class RecordedCall:
         self, graphs: LayerGraphs, runner: LayerRunner, level: str, args: Any, kwargs: Any,
         leaves: Sequence[Any], role: Hashable,
     ) -> None:  # fmt: skip
-        if world().uses_fsdp(graphs.model):
-            raise ObstacleError("FSDP gathers weights at other addresses each time")
-        for name, module in runner.layer.named_modules():
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            for hook in hooks if name else ():
-                home = getattr(hook, "__module__", None) or type(hook).__module__
-                if not f"{home}.".startswith(_KNOWN_HOOKS):
-                    raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")
+        check_recordable(graphs.model, runner.layer)
         self.graphs, self.runner, self.layer, self.level = graphs, runner, runner.layer, level
         self.calls: LayerCalls = runner.calls
         self.places = self.calls.places
@@ -521,3 +514,15 @@ def uncached_autocast() -> Any:
     """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
+
+
+def check_recordable(model: nn.Module, layer: nn.Module) -> None:
+    """Raise if FSDP2 gathers the weights, or a module within a layer has a hook of other code."""
+    if world().uses_fsdp(model):
+        raise ObstacleError("FSDP gathers weights at other addresses each time")
+    for name, module in layer.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        for hook in hooks if name else ():
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not f"{home}.".startswith(_KNOWN_HOOKS):
+                raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")
