@@ -1,4 +1,4 @@
-"""Plans of many GPUs against sums done by hand: shares, gathered layers, buckets, errors."""
+"""Plans of many GPUs against real shares, buckets and measured peaks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.planning.budget import ENGINES, Activity, Block, BlockTensor, Engine, Settings
+from moe_qlora.planning.budget import ENGINES, Engine, Settings
 from moe_qlora.planning.model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
@@ -80,39 +80,6 @@ def test_ddp_has_all_and_its_buckets():
     assert made.peak.nbytes == one.peak.nbytes + buckets + padding
 
 
-def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
-    def tensors(*rows: int, trained: int = 0) -> tuple[BlockTensor, ...]:
-        own = tuple(BlockTensor("other", count, 10, 2) for count in rows)
-        return (*own, BlockTensor("trained", trained, 1, 4)) if trained else own
-
-    blocks = [
-        Block("embed", tensors=tensors(100)),
-        *(Block(f"layers.{i}", layer=True, tensors=tensors(7 + i, trained=9)) for i in range(3)),
-        Block("norm", tensors=tensors(1)),
-        Block("head", tensors=tensors(50)),
-    ]
-    activities = [Activity(block.name, 0, 0, 0) for block in blocks]
-    return {block.name: block for block in blocks}, activities
-
-
-def test_fsdp_gathers_the_root_and_two_layers():
-    blocks, activities = layers_by_hand()
-    counted = Engine("fsdp", 4).with_gathered(activities, blocks)
-    # Padded to multiples of 4 rows: 100 + 4 + 52 of the root, 8, 8 and 12 of the layers, and of
-    # their 9 trained ones 12.
-    root, trained = (100 + 4 + 52) * 20, 12 * 4
-    layers = [8 * 20 + trained, 8 * 20 + trained, 12 * 20 + trained]
-    assert [activity.gathered for activity in counted] == [
-        2 * root,
-        root + layers[0] + layers[1],
-        root + layers[1] + layers[2],
-        root + layers[2] + layers[2],
-        root + layers[2],
-        root + layers[2],
-    ]
-    assert [activity.reduced for activity in counted] == [trained] * 4 + [0, 0]
-
-
 def test_measured_on_two_h200s():
     """Qwen3-30B-A3B under FSDP2, float32 adapters: 10.3 GB of shares, 22.9 GB at the peak."""
     config, quantization = plans.qwen3_30b(), BitsAndBytesConfig(**MEASURED)
@@ -121,28 +88,22 @@ def test_measured_on_two_h200s():
     assert made.peak.nbytes == pytest.approx(22.9e9, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_parts_of_a_rank_make_its_peak(name):
-    asked = {"seq": 64, "targets": "attention,experts", "search": False}
-    made = plan(small(num_hidden_layers=1), **{name: 4}, gpus="4x2GiB", **asked)
-    assert sum(made.peak.parts.values()) == made.peak.nbytes
-    assert len(made.devices) == 4
-    assert {use.peak.nbytes for use in made.devices} == {made.peak.nbytes}
-    assert made.fits and made.device_map is None
-    said = made.as_dict()
-    assert said["engine"] == {"name": name, "ranks": 4, "whole": made.whole}
-    json.dumps(said)
-
-
-def test_one_process_says_nothing_of_engines_and_how_several_gpus_are_used():
-    made = plan(small(), gpus="2GiB", seq=64, search=False)
+def test_parts_of_a_rank_make_its_peak_and_one_process_says_nothing_of_engines():
+    asked = partial(plan, small(num_hidden_layers=1), seq=64, search=False)
+    for name in ENGINES:
+        made = asked(**{name: 4}, gpus="4x2GiB", targets="attention,experts")
+        assert sum(made.peak.parts.values()) == made.peak.nbytes
+        assert [use.peak.nbytes for use in made.devices] == [made.peak.nbytes] * 4
+        assert made.fits and made.device_map is None
+        assert made.as_dict()["engine"] == {"name": name, "ranks": 4, "whole": made.whole}
+    made = asked(gpus="2GiB")
     said = made.as_dict()
     assert not {"engine", "whole"} & (said.keys() | said["training"].keys())
     assert not {"gathered weights", "gradient buckets"} & said["peak"]["at_peak"].keys()
     assert not any("device_map" in note for note in made.notes)
-    (note,) = plan(small(), gpus="8x1GiB", seq=64, search=False).notes
+    (note,) = asked(gpus="8x1GiB").notes
     assert "spread over the 8 GPUs in one process (device_map)" in note
-    notes = plan(small(), gpus="8x1GiB", engine="fsdp:4", seq=64, search=False).notes
+    notes = asked(gpus="8x1GiB", engine="fsdp:4").notes
     assert notes[0] == "2 groups of 4 ranks; each group holds the whole model."
     assert "loads the whole packed model, " in notes[1]  # under accelerate's plugin
 

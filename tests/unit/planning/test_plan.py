@@ -18,7 +18,7 @@ from moe_qlora.kernels import limits
 from moe_qlora.kernels.cards import of_capability
 from moe_qlora.models import named
 from moe_qlora.planning import budget, devices
-from moe_qlora.planning.budget import Activity, Block, BlockTensor, Settings, StepBudget
+from moe_qlora.planning.budget import Settings
 from moe_qlora.planning.model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
@@ -114,21 +114,13 @@ def test_a_card_that_is_named_computes_as_it_does(no_levels):
     assert 0 < small <= 2 * (4 * GIB // limits.WORKSPACE_PART) and small < DEQUANTIZED
 
 
-LIGER = (  # layers=48 or 32, lora=experts,attention, with=liger,graphs,adamw_fused: model.csv
-    ("qwen3-30b-a3b", {"seq": 32768}, 34.7135e9, 0.01),
-    ("mixtral-8x7b", {"seq": 4096}, 32.5749e9, 0.03),
-)
-
-
-@pytest.mark.parametrize(("name", "sizes", "peak", "tolerance"), LIGER)
-def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tolerance):
-    """What Liger's other kernels save is not counted, so that short sequences are over by some."""
-    config = named.resolve(name).config
-    quantization = BitsAndBytesConfig(**MEASURED)
-    settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", **sizes}
+def test_peaks_under_liger_that_were_measured_on_an_h200():
+    """layers=48, lora=experts,attention, with=liger,graphs,adamw_fused: results/model.csv."""
+    config, quantization = named.resolve("qwen3-30b-a3b").config, BitsAndBytesConfig(**MEASURED)
+    settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", "seq": 32768}
     made = plan(config, quantization, prepared=True, **settings)
-    assert made.peak.nbytes == pytest.approx(peak, rel=tolerance)
-    assert plan(config, quantization, **settings).peak.nbytes > 1.02 * peak
+    assert made.peak.nbytes == pytest.approx(34.7135e9, rel=0.01)
+    assert plan(config, quantization, **settings).peak.nbytes > 1.02 * made.peak.nbytes
 
 
 def test_optimizers_states():
@@ -158,8 +150,7 @@ def test_optimizers_states():
     ("text", "sizes"),
     [
         ("2x24GiB", [24 * GIB] * 2),
-        ("24GB, 2 x 1.5TiB", [24 * 10**9, 1536 * GIB, 1536 * GIB]),
-        ("80g,8192B", [80 * GIB, 8192]),
+        ("24GB, 2 x 1.5TiB,80g", [24 * 10**9, 1536 * GIB, 1536 * GIB, 80 * GIB]),
         ("4090, 2*rtx-4090, NVIDIA GeForce RTX 4090", [23 * GIB] * 4),
         ("A100 80GB,A100-40GB,rtx 6000 ada,a10", [79 * GIB, 39 * GIB, 47 * GIB, 21 * GIB]),
     ],
@@ -184,38 +175,6 @@ def test_partition_is_the_evenest(seed):
     assert fullest(spans) == pytest.approx(
         min(fullest([*pairwise((0, *cut, 6))]) for cut in cuts), rel=1e-6
     )
-
-
-def blocks_by_hand() -> tuple[list[Block], list[Activity]]:
-    def block(name: str, **parts: int) -> Block:
-        return Block(name, tuple(BlockTensor(part, rows, 1, 1) for part, rows in parts.items()))
-
-    blocks = [block("embed", other=100)]
-    blocks += [block(f"layers.{i}", statistics=5, experts=50, trained=10) for i in range(4)]
-    blocks += [block("head", other=30)]
-    activities = [Activity("embed", 8, 8, 0)]
-    activities += [Activity(f"layers.{i}", 20, 40, 60) for i in range(4)]
-    activities += [Activity("head", 5, 25, 45)]
-    return blocks, activities
-
-
-def test_peak_by_hand():
-    blocks, activities = blocks_by_hand()
-    settings = Settings(optimizer="adamw_8bit")
-    fixed = 100 + 30 + 4 * 55 + 4 * 10 * 4 + 4 * 10 * 8 + budget.LIBRARY_BYTES
-    # the last layer's backward: what the embedding and three layers keep, and no gradient yet
-    groups = [[block] for block in blocks]
-    peak = StepBudget(groups, activities, settings, 4).peak()
-    late = 8 + 3 * 20 + 60
-    first = 8 + 60 + 3 * 40  # the first layer's, where three layers' gradients are there
-    assert first > late
-    assert (peak.nbytes, peak.moment) == (fixed + first, "backward of layers.0")
-    assert sum(peak.parts.values()) == peak.nbytes
-    assert peak.largest["kept activations"] == 88
-    more = StepBudget(groups, activities, replace(settings, accumulation=2), 4).peak()
-    assert more.nbytes == fixed + 160 + 88 + 45
-    whole = [replace(activity, gathered=7, reduced=5) for activity in activities]
-    assert StepBudget(groups, whole, settings, 4).peak().nbytes == peak.nbytes + 7 + 5
 
 
 def test_device_map_is_whole_even_and_usable(no_levels):
@@ -275,7 +234,8 @@ def test_largest_sequence_and_batch_are_the_largest(no_levels):
 
 def test_moments():
     """Where a vocabulary is large the loss is the peak; with large adapters it is the step."""
-    loss = plan(small(vocab_size=200_000), seq=512)
+    loss, more = (plan(small(vocab_size=200_000), seq=512, accumulation=n) for n in (1, 2))
+    assert more.peak.nbytes == loss.peak.nbytes + 4 * loss.trained_weights
     assert loss.peak.moment == "backward of lm_head"
     logits = 512 * 200_000
     assert loss.peak.parts["logits and loss"] == pytest.approx(12 * logits, rel=1e-3)
@@ -310,7 +270,6 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
     ("asked", "message"),
     [
         ({"seq": 0}, "seq is 0; give a whole number of 1 or more."),
-        ({"rank": -1}, "rank is -1; give a whole number of 1 or more."),
         ({"optimizer": "lion"}, "optimizer is 'lion'; give one of adamw, "),
         ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; give one of float32, "),
         ({"targets": ""}, "targets='' names nothing in this model"),
@@ -319,15 +278,12 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
         ({"targets": "self_attn.q_proj,layers.99.self_attn.q_proj"}, "names 'layers.99.self_attn."),
         ({"targets": "input_layernorm"}, "PEFT cannot put LoRA on 'input_layernorm': "),
         ({"gpus": 0}, "gpus: 0 is no size of a device"),
-        ({"gpus": "24"}, "gpus: 24 is a number of bytes; write 24GiB."),
         ({"gpus": "3060"}, "gpus: 3060 is a number of bytes; write the memory, as in 24GiB."),
         ({"gpus": "2xH10"}, "nor a card that is known (did you mean H100"),
         ({"gpus": "A100"}, "write A100-80GB or A100-40GB"),
         *(({"gpus": text}, "gpus: ") for text in ("", "2x", "24GX", "-1GiB", "0x24GiB", "2*3*4G")),
         ({"engine": "zero"}, "engine is 'zero' for 0 gpus; give ddp or fsdp for 2 gpus or more"),
-        ({"engine": "ddp"}, "engine is 'ddp' for 0 gpus; give"),
         ({"engine": "ddp", "gpus": "1x80GiB"}, "engine is 'ddp' for 1 gpus; give"),
-        ({"engine": "fsdp:two"}, "engine is 'fsdp:two' for 0 gpus; give"),
         ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has one GPU to "),
         ({"ddp": 4, "gpus": "8x80GiB"}, "so give 8, or 4 GPUs."),
         ({"fsdp": 3, "gpus": "8x80GiB"}, "give a number of ranks that divides 8, or 3 GPUs."),
