@@ -20,7 +20,6 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.planning.model import packed_parts
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.layers import LayerRunner
 from moe_qlora.train.offload import held_tensors
 
 BATCH, SEQ = 2, 48
@@ -68,12 +67,6 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
     return moe_qlora.fit_memory(
         model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
     )
-
-
-def on_level(layer: Any, level: str, promised: tuple[int, int] = (1, 10_000)) -> LayerRunner:
-    runner = LayerRunner(layer)
-    runner.level, runner.promised = level, promised
-    return runner
 
 
 def least_memory(

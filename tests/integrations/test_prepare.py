@@ -16,11 +16,10 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost
-from moe_qlora.integrations.host import loss_of
 from moe_qlora.testing import requires_gpu, tiny_inputs
 from moe_qlora.train import fit, graphs, prepare
 from moe_qlora.train.flat_rows import has_flat_rows
-from tests.helpers import fitting, training
+from tests.helpers import training
 
 SIZES = {"batch_size": 2, "seq_len": 12}
 
@@ -200,15 +199,6 @@ def test_pairs_are_two_sequences(objective, size, events):
     host.before_training(adapted(), batch_size=3, seq_len=64, objective=objective).remove()
     said = f"fit of {{'batch_size': {size}, 'seq_len': 64, 'memory': '1GiB'"
     assert events[0].startswith(said) and ("'loss': " in events[0]) == (objective in ("dpo", "kto"))
-
-
-@pytest.mark.parametrize("objective", ["sft", "dpo", "one of tomorrow"])
-def test_the_memory_of_a_loss_is_planned(objective):
-    model, loss = fitting.adapted(vocab_size=2048), loss_of(objective)
-    with fitting.fitted(model, **({} if loss is None else {"loss": loss})) as fitted:
-        own = loss or fitting.own_loss
-        measured = fitting.measured_peak(model, fitting.token_ids(model), loss_of=own)
-        assert fitted.peak == pytest.approx(measured, rel=0.03)
 
 
 @requires_gpu()

@@ -23,8 +23,9 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         equal = vars(model).get("equal_models")  # Of tests.helpers.fitting.adapted
         known = of_this_test if equal is None else _of_equal_models
         cache = getattr(model.config.get_text_config(), "use_cache", None)
-        key = (equal or model, cache, self._sizes, self._loss, kinds, calls, name)
-        if key in known and self._offload is None:
+        how = self._sizes, self._loss, self._hosted
+        key = (equal or model, cache, *how, kinds, calls, name)
+        if key in known:
             self._activities[name] = known[key]
         known[key] = measure(self, name)
         return known[key]

@@ -11,14 +11,13 @@ import torch
 from emulated_graphs import emulate
 from graphed import COMPILED, batch, gradients, packed, recorded
 from torch import Tensor
-from transformers import DynamicCache
 
 from moe_qlora.distributed import ranks
 from moe_qlora.planning import levels
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import flat_rows, graphs
 from moe_qlora.train.graphs import LayerGraphs
-from moe_qlora.train.layers import LayerRunner, used_arguments
+from moe_qlora.train.layers import LayerRunner
 from tests.helpers.fitting import ENOUGH, adapted, fill, fitted, token_ids
 from tests.helpers.training import assert_same_training, whole_gradients
 
@@ -65,17 +64,6 @@ def small(**overrides: Any) -> Any:
     model = adapted("qwen3_moe", **{"num_hidden_layers": LAYERS, "num_experts": 2, **overrides})
     model.get_base_model().config.use_cache = False
     return model
-
-
-def test_what_only_passes_through_a_layer_tells_no_calls_apart():
-    layer, ids = tiny_model("qwen3_moe").model.layers[0], torch.ones(1, 4)
-    given = {
-        "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
-        "is_causal": False, "past_key_values": DynamicCache(), "use_cache": False, "absent": None,
-    }  # fmt: skip
-    assert used_arguments(layer, (), given) == {
-        "seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False,
-    }  # fmt: skip
 
 
 @emulated
