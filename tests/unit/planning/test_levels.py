@@ -94,17 +94,15 @@ def test_a_recomputation_may_call_operators_that_the_forward_did_not():
     assert len(calls) == 2
 
 
-ACTIVATIONS = [torch.sin, torch.cos, torch.tanh, torch.exp, F.relu, F.silu, F.gelu, F.elu, F.selu]
-
-
-@pytest.mark.parametrize(("level", "classes"), [("recompute", 2), ("part", 9)])
-def test_compiled_layers_have_the_same_gradients_by_class(level, classes, monkeypatch):
+@pytest.mark.parametrize("level", ["recompute", "part"])
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_compiled_layers_have_the_same_gradients_by_class(level, monkeypatch):
     """More classes than Dynamo compiles one function for by itself."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     layer, x = torch.nn.Linear(120, 120), torch.randn(120)
-    for activation in ACTIVATIONS[:classes]:
+    for activation in (torch.sin, F.silu):
 
         def forward(layer, x, activation=activation):
             return attention(activation(layer(x)))
@@ -115,7 +113,7 @@ def test_compiled_layers_have_the_same_gradients_by_class(level, classes, monkey
             out.square().sum().backward()
             grads.append(layer.weight.grad.clone())
         torch.testing.assert_close(*grads)
-    assert counters["stats"]["unique_graphs"] >= classes
+    assert counters["stats"]["unique_graphs"] >= 2
 
 
 def test_code_for_one_dtype_is_not_run_on_weights_that_were_cast_in_place(monkeypatch):
