@@ -37,13 +37,18 @@ from tests.helpers.fitting import (
     fill,
     fitted,
     hosted_tensors,
-    least_memory,
     token_ids,
     train,
     with_lora,
 )
-from tests.helpers.folders import bits, contents
-from tests.helpers.training import NF4, SETTINGS, assert_same_training, whole_gradients
+from tests.helpers.folders import bits
+from tests.helpers.training import (
+    NF4,
+    SETTINGS,
+    assert_same_training,
+    trained_weights,
+    whole_gradients,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -114,8 +119,7 @@ def test_evaluation_generation_and_switched_adapters():
 
     resident = results()
     with moe_qlora.offload_experts(model):
-        for _ in range(2):
-            assert all(map(torch.equal, results(), resident))
+        assert all(map(torch.equal, results(), resident))
     assert all(map(torch.equal, results(), resident))
 
 
@@ -161,37 +165,28 @@ def test_a_lease_may_end_in_the_middle_of_a_fetch(monkeypatch):
     off.remove()
 
 
-def test_remove_gives_back_the_same_model():
+def test_an_offloaded_model_is_saved_and_given_back_as_it_was(tmp_path):
     model = packed()
     before, text = bits(model), repr(model)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-    nbytes = model.get_memory_footprint()
+    nbytes, sizes = model.get_memory_footprint(), sum(t.nbytes for t in model.state_dict().values())
     weights = [parametrize.read_packed(m, n) for _, m, n in parametrize.iter_packed(model)]
     off = moe_qlora.offload_experts(model)
     assert repr(model) != text and "on host" in repr(model)
     assert model.get_memory_footprint() == nbytes
     assert off.host_nbytes >= sum(weight.nbytes for weight in weights)
     assert str(off.slots) in str(off) and off.copies == 0
+    model(**tiny_inputs(model))
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
     off.remove()
     off.remove()
     assert bits(model) == before and repr(model) == text
     assert parameters == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert off.host_nbytes == off.slots == 0
     assert all("host" not in each.__dict__ for each in lists_of(model))
-
-
-def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path):
-    model = packed()
-    sizes, before = sum(tensor.nbytes for tensor in model.state_dict().values()), bits(model)
-    model.save_pretrained(tmp_path / "resident")
-    with moe_qlora.offload_experts(model):
-        model(**tiny_inputs(model))
-        torch.save(model.state_dict(), tmp_path / "weights.pt")
-        model.save_pretrained(tmp_path / "offloaded")
     assert (tmp_path / "weights.pt").stat().st_size < 1.5 * sizes
     model.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert bits(model) == before
-    assert contents(tmp_path / "resident") == contents(tmp_path / "offloaded")
 
 
 @pytest.mark.parametrize(("codec", "assign"), [("bf16 storage", True), ("int8", False)])
@@ -278,20 +273,17 @@ def test_a_move_that_fails_leaves_each_weight_whole(where, at, monkeypatch):
     assert not hosted_tensors(model)
 
 
-@pytest.mark.parametrize("room", ["least", "all"])
-def test_what_fit_memory_has_brought_is_still_the_same_offload(room):
-    model = tiny_model("qwen3_moe", num_hidden_layers=5)
+def test_what_fit_memory_has_brought_is_still_the_same_offload():
+    model = tiny_model("qwen3_moe", num_hidden_layers=3)
     with moe_qlora.enabled(offload=True):
         moe_qlora.quantize_experts(model, NF4)
     model = with_lora(model)
-    memory = least_memory(model) if room == "least" else 1 << 40
-    with fitted(model, memory) as fit:
-        host = [layer.experts for layer in fit.layers].count("host")
+    with fitted(model):
         off = moe_qlora.offload_experts(model)
-        assert len(off.layers) == host and (host == 5) == (room == "least")
+        assert off.layers == ()
         with pytest.raises(ConfigError, match=r"offload_experts\(model\) returns"):
             moe_qlora.offload_experts(model, layers=2)
-    assert moe_qlora.offload_experts(model) is off and len(off.layers) == 5
+    assert moe_qlora.offload_experts(model) is off and len(off.layers) == 3
     off.remove()
     assert not hosted_tensors(model)
     assert moe_qlora.offload_experts(model) is not off
@@ -312,10 +304,6 @@ def recordable(layers: int = 4) -> Any:
     return model
 
 
-def trained(model: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
 def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
     model.load_state_dict(weights, strict=False)
     return train(model, ids, count)
@@ -324,7 +312,7 @@ def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize(
     ("count", "checkpointing", "level"),
-    [(1, False, None), (3, True, None), (4, False, levels.KEEP)],
+    [(3, True, None), (4, False, levels.KEEP)],
 )
 def test_replays_train_as_the_resident_model(count, checkpointing, level, devices):
     if checkpointing and TRANSFORMERS < (5, 23):
@@ -332,7 +320,7 @@ def test_replays_train_as_the_resident_model(count, checkpointing, level, device
     model = recordable(count)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ids, weights = token_ids(model), trained(model)
+    ids, weights = token_ids(model), trained_weights(model)
     resident = steps(model, ids, weights)
     with recorded(model, level) as graphs:
         assert_same_training(steps(model, ids, weights), resident)
@@ -349,30 +337,23 @@ def test_replays_train_as_the_resident_model(count, checkpointing, level, device
 
 
 @pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize(
-    ("moved", "keep"), [("back", True), ("there and back", True), ("to other slots", False)]
-)
-def test_experts_that_move_between_a_forward_and_its_backward(moved, keep):
+@pytest.mark.parametrize("back", [True, False])
+def test_experts_that_move_between_a_forward_and_its_backward(back):
+    """Back to the device, or to other slots."""
     model = recordable()
-    ids, weights = token_ids(model), trained(model)
+    ids, weights = token_ids(model), trained_weights(model)
     resident = steps(model, ids, weights, 1)
     model.load_state_dict(weights, strict=False)
-    with recorded(model, levels.KEEP if keep else None) as graphs:
-        off = None if moved.startswith("there") else moe_qlora.offload_experts(model)
+    with recorded(model, levels.KEEP if back else None) as graphs:
+        off = moe_qlora.offload_experts(model)
         for _ in range(3):
             assert_same_training(steps(model, ids, weights, 1), resident)
         model.load_state_dict(weights, strict=False)
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
-        if off is not None:
-            off.remove() if moved == "back" else off._drop_slots()
-        if moved.startswith("there"):
-            off = moe_qlora.offload_experts(model)
-        if moved == "there and back":
-            off.remove()
+        off.remove() if back else off._drop_slots()
         loss.backward()
         assert_same_training(([loss.item()], whole_gradients(model)), resident)
-        assert graphs.recorded == 4
         for _ in range(3):
             assert_same_training(steps(model, ids, weights, 1), resident)
         assert graphs.recorded == 4
@@ -389,7 +370,7 @@ def test_layers_are_one_graph_each_and_fetch_within_it(devices, monkeypatch):
             return own(*args)
 
     monkeypatch.setattr(projection, "multiply_codes", reading)
-    ids, weights = token_ids(model, seq=12), trained(model)
+    ids, weights = token_ids(model, seq=12), trained_weights(model)
     made = CompileCounterWithBackend("aot_eager")
     for layer in model.get_base_model().model.layers:
         layer.compile(backend=made, fullgraph=True)
