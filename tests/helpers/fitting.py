@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +20,8 @@ import moe_qlora
 from moe_qlora.planning.model import packed_parts
 from moe_qlora.testing import tiny_model
 from moe_qlora.train.offload import held_tensors
+from tests.helpers import training
+from tests.helpers.small_models import fill
 
 BATCH, SEQ = 2, 48
 _built: dict[str, Any] = {}
@@ -43,16 +44,7 @@ def with_lora(model: Any, *, dropout: float = 0.0, experts: bool = True) -> Any:
     targets = [name for name in _LINEARS if name in names]
     config = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout)
     peft_model = moe_qlora.get_peft_model(model, config, experts=experts, unpacked_ok=True)
-    fill(peft_model)
-    return peft_model.train()
-
-
-def fill(model: Any) -> None:
-    """Make adapters count, the same in each model: PEFT's second factors are zero at first."""
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
+    return fill(peft_model, size=0.05).train()
 
 
 def token_ids(model: Any, batch: int = BATCH, seq: int = SEQ, seed: int = 7) -> Tensor:
@@ -80,19 +72,13 @@ def least_memory(
     return 1 + int(found[1])
 
 
-def train(model: Any, ids: Tensor, steps: int = 3, seed: int = 3) -> tuple[list[float], Any]:
+def train(model: Any, ids: Tensor, steps: int = 3) -> training.Run:
     """Losses of steps of AdamW, and the gradients of the last."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
-    torch.manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses, {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+    last: dict[str, Tensor] = {}
+    model.zero_grad()
+    torch.manual_seed(3)
+    keep = lambda _: last.update(training.whole_gradients(model))  # noqa: E731
+    return training.train(model, [ids] * steps, after_backward=keep), last
 
 
 def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:

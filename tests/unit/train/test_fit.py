@@ -28,7 +28,6 @@ from tests.helpers.fitting import (
     BATCH,
     SEQ,
     adapted,
-    fill,
     fitted,
     least_memory,
     measured_peak,
@@ -36,6 +35,7 @@ from tests.helpers.fitting import (
     train,
     with_lora,
 )
+from tests.helpers.small_models import fill
 from tests.helpers.training import assert_same, assert_same_training, whole_gradients
 
 

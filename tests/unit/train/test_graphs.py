@@ -18,7 +18,8 @@ from moe_qlora.testing import tiny_model
 from moe_qlora.train import flat_rows, graphs
 from moe_qlora.train.graphs import LayerGraphs
 from moe_qlora.train.layers import LayerRunner
-from tests.helpers.fitting import ENOUGH, adapted, fill, fitted, token_ids
+from tests.helpers.fitting import ENOUGH, adapted, fitted, token_ids
+from tests.helpers.small_models import fill
 from tests.helpers.training import assert_same_training, whole_gradients
 
 gpu = pytest.mark.gpu
@@ -87,7 +88,7 @@ def test_flat_rows_are_recorded_for_few_lengths(ran, monkeypatch):
     model.eval()(input_ids=batches[500])  # is not recorded
     model.train()
     monkeypatch.setattr(graphs, "_MOST", 4)
-    for length in (576, 640):
+    for length in (576, 704):
         rows.longest = length
         step(token_ids(model, 1, length))
     assert made.recorded == 4 * LAYERS

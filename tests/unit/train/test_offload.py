@@ -34,7 +34,6 @@ from tests.helpers import training
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import (
     adapted,
-    fill,
     fitted,
     hosted_tensors,
     token_ids,
@@ -42,6 +41,7 @@ from tests.helpers.fitting import (
     with_lora,
 )
 from tests.helpers.folders import bits
+from tests.helpers.small_models import fill
 from tests.helpers.training import (
     NF4,
     SETTINGS,
