@@ -1,7 +1,7 @@
 """Liger over packed experts, which keep this package's forward; and Liger's loss in one model.
 
-Liger's kernels need CUDA. Here its two functions for experts and MLPs are plain torch, the one for
-experts counts its calls, and norms, rotary embedding and loss stay what they are.
+Liger's kernels need CUDA. Here its function for MLPs is plain torch, the one for experts must not
+be called, and norms, rotary embedding and loss stay what they are.
 """
 
 from __future__ import annotations
@@ -42,23 +42,6 @@ CPU = {
     "rope": False, "rms_norm": False, "layer_norm": False, "cross_entropy": False,
     "fused_linear_cross_entropy": False,
 }  # fmt: skip
-# When Liger is applied: before the model is built, before packing, before PEFT, after it.
-WAYS = ("class", "instance", "packed", "adapted")
-
-
-class FusedExperts:
-    calls = 0
-
-    @classmethod
-    def apply(cls, x, first, second, index, scale):
-        cls.calls += 1
-        out = torch.zeros_like(x)
-        for expert in range(len(first)):
-            token, slot = torch.where(index == expert)
-            gate, up = (x[token] @ first[expert].T).chunk(2, dim=-1)
-            rows = (F.silu(gate) * up) @ second[expert].T * scale[token, slot, None]
-            out = out.index_add(0, token, rows.to(out.dtype))
-        return out
 
 
 class SiLUMul:
@@ -71,9 +54,8 @@ class SiLUMul:
 @pytest.fixture(autouse=True)
 def liger(monkeypatch):
     """Liger with functions that run on a CPU; what it replaces is put back."""
-    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", FusedExperts)
+    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", None)
     monkeypatch.setattr(swiglu, "LigerSiLUMulFunction", SiLUMul)
-    monkeypatch.setattr(FusedExperts, "calls", 0)
     modules = [importlib.import_module(model_class(name).__module__) for name in REPLACED]
     before = [dict(vars(module)) for module in modules]
     yield
@@ -81,27 +63,21 @@ def liger(monkeypatch):
         vars(module).update(names)
 
 
-def apply(target):
-    """Apply Liger to a model, or to the classes of a model type."""
-    if isinstance(target, str):
-        monkey_patch._apply_liger_kernel(target, **CPU)
-    else:
-        monkey_patch._apply_liger_kernel_to_instance(target, **CPU)
-
-
 def build(model_type, way=None):
     """A packed model with LoRA, to which Liger was applied at some point; in training mode."""
+
+    def apply(now, model):
+        if now == way:
+            monkey_patch._apply_liger_kernel_to_instance(model, **CPU)
+
     if way == "class":
-        apply(model_type)
+        monkey_patch._apply_liger_kernel(model_type, **CPU)
     model = tiny_model(model_type)
-    if way == "instance":
-        apply(model)
+    apply("instance", model)
     moe_qlora.quantize_experts(model, NF4)
-    if way == "packed":
-        apply(model)
+    apply("packed", model)
     peft_model = adapted(model, "all-linear")
-    if way == "adapted":
-        apply(peft_model.get_base_model())
+    apply("adapted", model)
     return peft_model.train()
 
 
@@ -111,7 +87,7 @@ def build(model_type, way=None):
     ("model_type", "way"),
     [
         *((model_type, "adapted") for model_type in REPLACED),
-        *(("qwen3_moe", way) for way in WAYS[:3]),
+        *(("qwen3_moe", way) for way in ("class", "instance", "packed")),
     ],
 )
 def test_packed_experts_keep_their_forward(model_type, way):
@@ -120,7 +96,6 @@ def test_packed_experts_keep_their_forward(model_type, way):
     model = build(model_type, way)
     model.get_base_model().model(**tiny_inputs(model))  # Not by the forward that has hooks
     assert_same(plain, results(model))
-    assert FusedExperts.calls == 0
 
 
 @pytest.mark.usefixtures("trainable_linears", "quiet_loading")
@@ -150,13 +125,12 @@ def test_a_trainer_with_the_switch(device, model_folder, tmp_path):
         found = losses(use_liger_kernel=True, liger_kernel_config=kernels)
         # TRL 1.14 has plain losses in chunks
         assert found == pytest.approx(plain, rel=1e-6 if on_cpu else 2e-2)
-        assert FusedExperts.calls == 0
 
 
 def test_plans_in_the_same_process():
     config = tiny_config("qwen3_moe")
     before = plan(config, targets="experts")
-    apply("qwen3_moe")
+    monkey_patch._apply_liger_kernel("qwen3_moe", **CPU)
     after = plan(config, targets="experts")
     assert (after.peak, after.notes) == (before.peak, before.notes)
     monkey_patch._apply_liger_kernel("qwen3_moe", **{**CPU, "rms_norm": True})
@@ -188,22 +162,27 @@ def test_the_loss_is_that_of_transformers(model_type):
         assert_same_training(run(), plain, 1e-3)
 
 
-@pytest.mark.parametrize(("given", "larger"), [({}, 8), ({"chunk_mem_const": 1}, 1)])
-def test_chunks_are_larger_unless_the_call_says(given, larger, monkeypatch):
+def test_chunks_are_larger_unless_the_call_says_and_nothing_is_left_behind(monkeypatch):
     """Liger's function needs a GPU: here it is asked."""
-    model = tiny_model("qwen3_moe").train()
-    asked = []
+    model, asked = tiny_model("qwen3_moe").train(), []
+    file = sys.modules[type(model).__module__]
+
+    def everything():
+        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(file))
 
     def loss(**options):
-        asked.append(options)
+        asked.append(options["chunk_mem_const"])
         return options["hidden_states"].sum()
 
+    model(**batch(model))  # which sets some
+    before = everything()
     with apply_liger(model):
+        assert everything()[1] == before[1]  # Of the next model, too
         monkeypatch.setitem(model.forward.__func__.__globals__, "LigerForCausalLMLoss", loss)
-        model(**batch(model), **given)
+        model(**batch(model))
+        model(**batch(model), chunk_mem_const=1)
         model(input_ids=batch(model)["input_ids"])
-    assert [options["chunk_mem_const"] for options in asked] == [larger]
-    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
+    assert asked == [8, 1] and everything() == before
 
 
 def with_adapter(model):
@@ -248,17 +227,3 @@ def test_where_the_loss_stays_the_models(model_type, change, words, monkeypatch)
     with pytest.raises(ConfigError, match=words):
         apply_liger(model)
     assert (dict(vars(model)), vars(type(model))["forward"]) == before
-
-
-def test_nothing_is_left_behind():
-    model = tiny_model("qwen3_moe")
-    file = sys.modules[type(model).__module__]
-
-    def everything():
-        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(file))
-
-    before = everything()
-    with apply_liger(model):
-        assert model.forward.__module__.startswith("liger_kernel.")
-        assert everything()[1] == before[1]  # Of the next model, too
-    assert everything() == before
