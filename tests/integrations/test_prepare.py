@@ -76,34 +76,26 @@ def cuda(monkeypatch, events):
     return events
 
 
-def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
+def test_on_a_cpu_rows_are_flat_and_memory_is_fitted_if_it_is_given(caplog):
     model = adapted()
+    model(**tiny_inputs(model.get_base_model()))  # which sets some attributes
     before = state(model)
     with caplog.at_level(logging.INFO, "moe_qlora"):
         prepared = moe_qlora.prepare_training(model, **SIZES)
     assert "flat rows" in str(prepared) and "\n" not in str(prepared)
     assert [r.getMessage() for r in caplog.records if "prepare" in r.name] == [str(prepared)]
-    assert has_flat_rows(model) and not events
+    assert has_flat_rows(model) and prepared.fit is None
     prepared.remove()
     assert state(model) == before
-
-
-def test_on_a_cpu_memory_is_fitted():
-    def attributes():
-        return {(name, each) for name, held in state(model).items() for each in held}
-
-    model = adapted()
-    model(**tiny_inputs(model.get_base_model()))  # which sets some
-    before = attributes()
     with moe_qlora.prepare_training(model, **SIZES, memory="1GiB") as prepared:
         assert prepared.fit is not None and prepared.fit.memory == 1 << 30
         assert str(prepared).splitlines()[1:] == [f"Memory: {prepared.fit}."]
         assert [layer.activations for layer in prepared.fit.layers] == ["keep", "keep"]
-        assert attributes() != before
-    assert attributes() == before
+        assert state(model) != before
+    assert state(model) == before
     with pytest.raises(ConfigError, match="bytes are missing"):
         moe_qlora.prepare_training(model, **SIZES, memory="1KiB")
-    assert attributes() == before
+    assert state(model) == before
 
 
 def test_the_order_is_liger_lora_graphs_fit_and_back(cuda):
