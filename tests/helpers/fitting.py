@@ -61,12 +61,10 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
     )
 
 
-def least_memory(
-    model: Any, batch: int = BATCH, seq: int = SEQ, by: Any = moe_qlora.fit_memory, **how: Any
-) -> int:
+def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ, **how: Any) -> int:
     """The bytes of a step that computes all again, by what the error says is missing."""
     with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:
-        by(model, batch_size=batch, seq_len=seq, memory=1, **how)
+        fitted(model, 1, batch_size=batch, seq_len=seq, **how)
     found = re.search(r"(\d+) bytes are missing", str(error.value))
     assert found is not None
     return 1 + int(found[1])

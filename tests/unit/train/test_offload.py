@@ -47,7 +47,6 @@ from tests.helpers.training import (
     SETTINGS,
     assert_same_training,
     trained_weights,
-    whole_gradients,
 )
 
 pytestmark = [
@@ -336,30 +335,6 @@ def test_replays_train_as_the_resident_model(count, checkpointing, level, device
     assert_same_training(steps(model, ids, weights), resident)
 
 
-@pytest.mark.usefixtures("graphed")
-@pytest.mark.parametrize("back", [True, False])
-def test_experts_that_move_between_a_forward_and_its_backward(back):
-    """Back to the device, or to other slots."""
-    model = recordable()
-    ids, weights = token_ids(model), trained_weights(model)
-    resident = steps(model, ids, weights, 1)
-    model.load_state_dict(weights, strict=False)
-    with recorded(model, levels.KEEP if back else None) as graphs:
-        off = moe_qlora.offload_experts(model)
-        for _ in range(3):
-            assert_same_training(steps(model, ids, weights, 1), resident)
-        model.load_state_dict(weights, strict=False)
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        off.remove() if back else off._drop_slots()
-        loss.backward()
-        assert_same_training(([loss.item()], whole_gradients(model)), resident)
-        for _ in range(3):
-            assert_same_training(steps(model, ids, weights, 1), resident)
-        assert graphs.recorded == 4
-        off.remove()
-
-
 def test_layers_are_one_graph_each_and_fetch_within_it(devices, monkeypatch):
     torch.compiler.reset()
     counters.clear()
@@ -383,18 +358,4 @@ def test_layers_are_one_graph_each_and_fetch_within_it(devices, monkeypatch):
         assert not counters["graph_break"]
         assert made.frame_count == 2 * alone  # For all layers, as before
     assert_same_training(steps(model, ids, weights), resident)
-
-    def moving(move: Any) -> Any:
-        """A step whose experts are moved between its forward and its backward."""
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids).loss
-        moved = move()
-        loss.backward()
-        return moved, (loss.item(), whole_gradients(model))
-
-    _, wanted = moving(lambda: None)
-    off = moe_qlora.offload_experts(model)
-    assert_same_training(moving(off.remove)[1], wanted)
-    off, found = moving(lambda: moe_qlora.offload_experts(model))
-    assert_same_training(found, wanted)
     torch.compiler.reset()
