@@ -47,6 +47,7 @@ from tests.helpers.training import (
     SETTINGS,
     assert_same_training,
     trained_weights,
+    whole_gradients,
 )
 
 pytestmark = [
@@ -147,6 +148,18 @@ def test_a_failure_in_the_middle_leaves_nothing(hook, devices):
     assert len(devices[0].made) <= 4
     off.remove()
     assert_same_training(train(model, ids, 1), resident)
+
+
+def test_experts_may_move_between_a_forward_and_its_backward():
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident, off = train(copy.deepcopy(model), ids, 1), None
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        off = off.remove() if off else moe_qlora.offload_experts(model)
+        loss.backward()
+        assert_same_training(([loss.item()], whole_gradients(model)), resident)
 
 
 def test_a_lease_may_end_in_the_middle_of_a_fetch(monkeypatch):
