@@ -28,31 +28,24 @@ def eager_notes(made: Any) -> list[str]:
     return [note for note in made.notes if "computed eagerly" in note]
 
 
-def test_plan_names_flex_attention_where_the_class_supports_it():
-    (note,) = eager_notes(plan(config("gpt_oss"), **SIZES))
+def test_plan_names_flex_attention_where_the_class_supports_it_and_nothing_was_asked_for():
+    eager = plan(config("gpt_oss"), **SIZES)
+    (note,) = eager_notes(eager)
     assert note.startswith("GptOssForCausalLM supports no sdpa") and "model.csv" in note
     assert 'Pass attn_implementation="flex_attention" to from_pretrained' in note
-
-
-@pytest.mark.parametrize("name", [None, "eager"])
-def test_nothing_is_said_where_nothing_can_be_done_or_eager_was_asked_for(name):
+    asked = plan(config("gpt_oss"), attention="eager", **SIZES)
+    assert not eager_notes(asked) and asked.peak.nbytes == eager.peak.nbytes
     for model_type in ("qwen3_moe", "deepseek_v4"):  # supports sdpa, supports nothing
-        assert not eager_notes(plan(config(model_type, name), **SIZES))
-    assert not eager_notes(plan(config("gpt_oss"), attention="eager", **SIZES))
-
-
-@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2", KERNEL])
-def test_other_attention_is_counted_without_scores(name):
-    made = plan(config("gpt_oss", name), **SIZES)
-    asked = plan(config("gpt_oss"), attention=name, **SIZES)
-    eager = plan(config("gpt_oss"), **SIZES)
-    assert made.peak.nbytes == asked.peak.nbytes < eager.peak.nbytes
-    for each in (made, asked):
-        assert any(f"Attention by {name} does not run on the meta device" in n for n in each.notes)
-        assert not eager_notes(each)
+        assert not eager_notes(plan(config(model_type), **SIZES))
     # Bytes of one layer's scores in bf16, of which backward holds several.
     scores = tiny_config("gpt_oss").num_attention_heads * SEQ * SEQ * 2
-    assert eager.peak.nbytes - made.peak.nbytes > scores
+    for name in ("flex_attention", KERNEL):
+        made = plan(config("gpt_oss", name), **SIZES)
+        asked = plan(config("gpt_oss"), attention=name, **SIZES)
+        assert made.peak.nbytes == asked.peak.nbytes < eager.peak.nbytes - scores
+        for each in (made, asked):
+            said = f"Attention by {name} does not run on the meta device"
+            assert any(said in n for n in each.notes) and not eager_notes(each)
 
 
 @pytest.mark.parametrize(
