@@ -98,37 +98,16 @@ def test_all_layers_rise_to_a_part_and_then_to_all_from_the_last_and_save_time()
     assert [*choices.saved(levels).values()] == pytest.approx([0, 1.44 / 2.26, 1])
 
 
-def copies_of_a_step(sizes):
-    """Bytes that come to two slots in forward and backward, once a step has run before."""
-    places, copied = [], []
-    for _ in range(2):
-        copied = [0, 0]
-        for way, order in enumerate((range(len(sizes)), reversed(range(len(sizes))))):
-            for layer in order:
-                if layer not in places:
-                    copied[way] += sizes[layer]
-                    places.append(layer)
-                else:
-                    places.append(places.pop(places.index(layer)))
-                del places[:-2]
-    return copied
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.floats(0.5, 40), st.floats(0, 1))
-def test_copies_are_those_of_a_walk_with_two_slots(sizes, link, saved):
-    """And a step waits for those that computing does not hide."""
-    choices = choices_of(sizes, link=link)
-    kept = dict.fromkeys(choices.active, saved)
-    for count in range(len(sizes) + 1):
-        there = sizes[len(sizes) - count :]
-        forward, backward = copies_of_a_step(there)
-        copies, waiting, computing = choices.times(count, kept)
-        assert copies * link == pytest.approx(forward + backward)
-        assert choices.freed(count) == sum(there) - min(2, count) * max(there, default=0)
-        waits = max(forward / link - 0.26 * count, 0)
-        waits += max(backward / link - (0.74 - 0.26 * saved) * count, 0)
-        assert waiting == pytest.approx(waits)
-        assert computing == pytest.approx(len(sizes) * (1 - 0.26 * saved))
+def test_a_step_waits_for_copies_that_computing_does_not_hide():
+    """Forward copies all but the first two layers, backward all but the last two."""
+    choices = choices_of([5, 3, 4, 2], link=2)
+    forward, backward = (4 + 2) / 2, (5 + 3) / 2
+    for saved in (0.0, 0.5):
+        waits = (forward - 4 * 0.26) + (backward - 4 * (0.74 - 0.26 * saved))
+        found = choices.times(4, dict.fromkeys(choices.active, saved))
+        assert found == pytest.approx((forward + backward, waits, 4 * (1 - 0.26 * saved)))
+    assert choices.times(3, {}) == pytest.approx((2.5, 1 - 3 * 0.26, 4))
+    assert [choices.freed(count) for count in range(5)] == [0, 0, -2, 1, 4]
 
 
 def test_one_sentence_says_what_is_kept_and_what_copies_cost():
