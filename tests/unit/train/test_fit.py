@@ -258,7 +258,7 @@ def everything(model: nn.Module) -> dict[str, Any]:
     return found | {"trained": [p.requires_grad for p in model.parameters()]}
 
 
-@pytest.mark.parametrize("end", ["removed", "too small", "interrupted"])
+@pytest.mark.parametrize("end", ["removed", "interrupted"])
 def test_the_model_is_as_before(end):
     model = adapted()
     del model.equal_models  # It is measured here
@@ -273,9 +273,6 @@ def test_the_model_is_as_before(end):
     if end == "removed":
         with fitted(model, half(model)):
             assert not layers[0].gradient_checkpointing
-    elif end == "too small":
-        with pytest.raises(ConfigError, match="missing"):
-            fitted(model, 1)
     else:
         calls = []
 
@@ -323,39 +320,22 @@ def test_evaluation_generation_and_tokens_after_a_cached_prefix_run_as_before(mo
         assert all(map(torch.equal, results(), wanted))
 
 
-def both_batches(model: Any) -> None:
-    batches = [token_ids(model, seed=seed) for seed in (0, 1)]
-    sum(model(input_ids=ids, labels=ids).loss for ids in batches).backward()
-
-
-def in_bf16(model: Any) -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        both_batches(model)
-
-
-def other_adapter(model: Any) -> None:
-    if "other" not in model.peft_config:
-        model.add_adapter("other", model.peft_config["default"])
-        fill(model)
-    torch.manual_seed(0)
-    for name in ("other", "default"):
-        model.set_adapter(name)
-        both_batches(model)
-
-
-@pytest.mark.parametrize("run", [in_bf16, other_adapter])
-def test_gradients_are_those_of_computing_all_again(run):
-    """With dropout, which draws the same numbers again."""
+def test_gradients_are_those_of_computing_all_again():
+    """Of two batches and two adapters in autocast; dropout draws the same numbers again."""
 
     def model() -> Any:
         model = with_lora(adapted().unload(), dropout=0.2)
-        model.equal_models = "with dropout"
-        return model
+        model.add_adapter("other", model.peft_config["default"])
+        return fill(model, size=0.05)
 
     def gradients(model: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        model.zero_grad()
-        run(model)
+        for name in ("other", "default"):
+            model.set_adapter(name)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                batches = [token_ids(model, seed=seed) for seed in (0, 1)]
+                loss = sum(model(input_ids=ids, labels=ids).loss for ids in batches)
+            loss.backward()
         return whole_gradients(model)
 
     checkpointed, ours = model(), model()

@@ -162,20 +162,6 @@ def test_a_pass_before_the_backward_of_the_last_one_runs_without_graphs(ran):
             model(input_ids=batches[3])  # No backward: no later step waits for one
 
 
-@emulated
-def test_where_one_layer_cannot_be_replayed_all_are_recorded_anew(ran, recordings):
-    model = small()
-    ids = token_ids(model)
-    wanted = gradients(model, ids)
-    with recorded(model, levels.KEEP) as made:
-        for at in range(6):
-            if at == 3:
-                made._runners[1].level = levels.RECOMPUTE
-                ran.clear()
-            torch.testing.assert_close(gradients(model, ids), wanted)
-        assert ran == [levels.RECOMPUTE] and len(recordings) == 2 * LAYERS
-
-
 def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The loss and router logits of one batch, and each trained weight's gradient."""
     model.zero_grad()

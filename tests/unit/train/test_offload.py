@@ -177,8 +177,10 @@ def test_a_lease_may_end_in_the_middle_of_a_fetch(monkeypatch):
     off.remove()
 
 
-def test_an_offloaded_model_is_saved_and_given_back_as_it_was(tmp_path):
+def test_an_offloaded_model_is_moved_saved_and_given_back_as_it_was(tmp_path):
     model = packed()
+    inputs = tiny_inputs(model)
+    expected = model(**inputs).logits
     before, text = bits(model), repr(model)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     nbytes, sizes = model.get_memory_footprint(), sum(t.nbytes for t in model.state_dict().values())
@@ -188,7 +190,9 @@ def test_an_offloaded_model_is_saved_and_given_back_as_it_was(tmp_path):
     assert model.get_memory_footprint() == nbytes
     assert off.host_nbytes >= sum(weight.nbytes for weight in weights)
     assert str(off.slots) in str(off) and off.copies == 0
-    model(**tiny_inputs(model))
+    moved = model.to("cpu").cpu()
+    model.model.layers.to(torch.float64).to(torch.float32)
+    assert torch.equal(moved(**inputs).logits, expected) and "on host" in repr(moved)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     off.remove()
     off.remove()
@@ -199,6 +203,10 @@ def test_an_offloaded_model_is_saved_and_given_back_as_it_was(tmp_path):
     assert (tmp_path / "weights.pt").stat().st_size < 1.5 * sizes
     model.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert bits(model) == before
+    with moe_qlora.offload_experts(model) as off:
+        with pytest.raises(ConfigError, match=r"moved to meta.*call remove"):
+            model.to("meta")
+        assert off.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("codec", "assign"), [("bf16 storage", True), ("int8", False)])
@@ -218,20 +226,6 @@ def test_weights_that_are_loaded_meanwhile_count(codec, assign):
                 assert torch.equal(model(**inputs).logits, expected)
     assert torch.equal(model(**inputs).logits, expected)
     assert bits(model) == bits(other)
-
-
-def test_to_leaves_experts_in_host_memory():
-    model = packed()
-    inputs = tiny_inputs(model)
-    expected = model(**inputs).logits
-    with moe_qlora.offload_experts(model) as off:
-        moved = model.to("cpu").cpu()
-        assert torch.equal(moved(**inputs).logits, expected) and "on host" in repr(moved)
-        model.model.layers.to(torch.float64).to(torch.float32)
-        assert torch.equal(moved(**inputs).logits, expected)
-        with pytest.raises(ConfigError, match=r"moved to meta.*call remove"):
-            model.to("meta")
-        assert off.device == torch.device("cpu")
 
 
 def test_what_cannot_be_had_is_one_sentence(monkeypatch):
