@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -106,14 +105,3 @@ def test_parts_of_a_rank_make_its_peak_and_one_process_says_nothing_of_engines()
     notes = asked(gpus="8x1GiB", engine="fsdp:4").notes
     assert notes[0] == "2 groups of 4 ranks; each group holds the whole model."
     assert "loads the whole packed model, " in notes[1]  # under accelerate's plugin
-
-
-def test_the_command_plans_a_rank(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.planner.Planner.largest", lambda *args: 64)
-    small(num_hidden_layers=1).save_pretrained(tmp_path)
-    asked = "--seq", 64, "--fsdp", 4, "--quant", "fp4", "--no-double-quant", "--json"
-    code, out, err = cli("plan", tmp_path, *asked)
-    assert (code, err) == (0, "")
-    fp4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"}
-    made = plan(str(tmp_path), fp4, seq=64, engine="fsdp:4")
-    assert json.loads(out) == json.loads(json.dumps(made.as_dict()))

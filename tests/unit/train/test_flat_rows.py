@@ -23,12 +23,10 @@ from tests.helpers.fitting import adapted
 LENGTHS = (33, 1, 2, 48, 7)  # The longest is T
 FAMILIES = {
     "qwen3_moe": {},
-    "mixtral": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},
     "deepseek_v3": {},
     "llama4_text": {"attention_chunk_size": 16},
     "gemma4_text": {"sliding_window": 8},
-    "afmoe": {},
 }
 
 Batch = dict[str, Tensor]
@@ -191,13 +189,7 @@ def flat(model: Any, batch_size: int = len(LENGTHS), seq_len: int = max(LENGTHS)
             each.remove()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(f, marks=pytest.mark.nightly) if f in ("mixtral", "afmoe") else f
-        for f in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_gradients_are_those_of_each_sequence_alone(family, by_offsets):
     """By masks and by offsets."""
     model = tiny_model(family, seed=0, **FAMILIES[family])
