@@ -299,16 +299,15 @@ def test_settings_that_make_no_sense(asked, message):
 
 
 def test_models_that_are_none():
-    with pytest.raises(moe_qlora.ConfigError, match="model is a int; give a model"):
-        plan(3)
-    with pytest.raises(moe_qlora.CheckpointError, match="does not exist"):
-        plan("./nothing")
-    model = tiny_model("mixtral", dtype=torch.bfloat16)
-    wrapped = moe_qlora.get_peft_model(
-        model, LoraConfig(target_modules=["q_proj"]), unpacked_ok=True
-    )
-    with pytest.raises(moe_qlora.ConfigError, match="has adapters already"):
-        plan(wrapped)
+    config = LoraConfig(target_modules=["q_proj"])
+    wrapped = moe_qlora.get_peft_model(tiny_model("mixtral"), config, unpacked_ok=True)
+    for model, error, words in (
+        (3, moe_qlora.ConfigError, "model is a int; give a model"),
+        ("./nothing", moe_qlora.CheckpointError, "does not exist"),
+        (wrapped, moe_qlora.ConfigError, "has adapters already"),
+    ):
+        with pytest.raises(error, match=words):
+            plan(model)
 
 
 def test_layers_that_cannot_be_computed_again_are_a_note():

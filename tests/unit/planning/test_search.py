@@ -8,22 +8,18 @@ from importlib.util import find_spec
 from shlex import split
 
 import pytest
-import torch
 from peft import LoraConfig
 
 from moe_qlora.planning.plan import RUNGS
 from moe_qlora.planning.planner import LIGER_LOSS
-from moe_qlora.testing import tiny_model
 from moe_qlora.versions import installed_version
+from tests.helpers.plans import config_of
 from tests.helpers.plans import plan as plan_of
 
 pytestmark = pytest.mark.usefixtures("steps_run_once")
 
 BOTH = "attention,experts"
-LARGE = tiny_model(
-    "qwen3_moe", device="meta", dtype=torch.bfloat16, num_hidden_layers=4, hidden_size=256,
-    moe_intermediate_size=512, num_experts=128, vocab_size=4096,
-).config  # fmt: skip
+LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128, vocab_size=4096)
 """Its experts, and LoRA on them, are most of what a step takes."""
 
 

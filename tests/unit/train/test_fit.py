@@ -49,10 +49,6 @@ def levels_of(fit: Any) -> list[int]:
     return [LEVELS.index(layer.activations) for layer in fit.layers]
 
 
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 # Eager attention with two kinds of masks, a dense layer first, gated delta nets, a norm behind
 OTHERS = ("gpt_oss", "deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
 
@@ -70,7 +66,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type, seq, monkeyp
         monkeypatch.setattr(choice, "_LONG", 1)
     model = adapted(model_type, **{"num_hidden_layers": 3} if model_type == "qwen3_moe" else {})
     ids = token_ids(model)
-    weights = weights_of(model)
+    weights = copy.deepcopy(model.state_dict())
     before = train(model, ids)
     least = least_memory(model)
     with fitted(model) as fit:
@@ -146,7 +142,7 @@ def test_experts_in_host_memory_come_to_the_device_as_far_as_they_fit(monkeypatc
     # The tiny model's computing hides no copies.
     monkeypatch.setattr("moe_qlora.train.fit._pace", lambda device: Pace(link=1.0))
     model = adapted("deepseek_v3", num_hidden_layers=4)  # A dense layer first
-    ids, weights = token_ids(model), weights_of(model)
+    ids, weights = token_ids(model), copy.deepcopy(model.state_dict())
     resident = train(model, ids)
     off = moe_qlora.offload_experts(model)
     layers, host_nbytes, least = off.layers, off.host_nbytes, least_memory(model)

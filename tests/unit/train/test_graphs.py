@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate
-from graphed import COMPILED, batch, gradients, packed, recorded
+from graphed import COMPILED, batch, emulate, gradients, packed, recorded
 from torch import Tensor
 
 from moe_qlora.distributed import ranks

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, hold_addresses, in_graph
-from graphed import recorded
+from graphed import emulate, hold_addresses, in_graph, recorded
 from peft import LoraConfig
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
