@@ -126,10 +126,9 @@ class Partitioned(dict):
         return self.whole[name]
 
 
-@pytest.mark.parametrize("settings", ["nf4 double", "int8"])
-def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing(settings):
+def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing():
     """One rank alone says the line: others would wait for what it gathers."""
-    model = packed(settings)
+    model = packed("nf4 double")
     weights = experts(model)
     moe_qlora.prepare_sharding(model)
     gathered = []
@@ -178,13 +177,12 @@ def test_linear_layers(form):
         assert [n for n, p in again.named_parameters() if p.is_floating_point()] == ["0.bias"]
 
 
-@pytest.mark.parametrize("settings", ["nf4 double", "int8"])
 @pytest.mark.filterwarnings("ignore")  # rounding, of stock PEFT
-def test_adapters_merge_as_in_a_single_process(tmp_path, settings):
+def test_adapters_merge_as_in_a_single_process(tmp_path):
     tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40).save_pretrained(tmp_path)
     results = []
     for prepare in (False, True):
-        model = training.adapted(training.loaded(tmp_path, SETTINGS[settings]))
+        model = training.adapted(training.loaded(tmp_path))
         if prepare:
             moe_qlora.prepare_sharding(model)
         results.append([logits(model)])
@@ -234,30 +232,24 @@ def test_codes_are_gathered_as_they_are(mesh, request):
     assert fsdp_param.FSDPParam.__init__ is stock
 
 
-@pytest.mark.parametrize(
-    ("is_distributed", "current", "devices", "own"),
-    [
+def test_rank_3_does_not_load_to_the_first_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: 3)
+    for is_distributed, current, devices, own in (
         (True, 0, 4, 3),
         (False, 0, 4, None),
         (True, 2, 4, None),  # the program has set one
         (True, 0, 1, None),  # each rank sees its own device alone
-    ],
-)
-def test_rank_3_does_not_load_to_the_first_device(
-    is_distributed, current, devices, own, monkeypatch
-):
-    monkeypatch.setattr(ranks, "runs_distributed", lambda: is_distributed)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: 3)
-    assert ranks.own_device() == own
+    ):
+        monkeypatch.setattr(ranks, "runs_distributed", lambda one=is_distributed: one)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda one=current: one)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda one=devices: one)
+        assert ranks.own_device() == own
 
 
-@pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])
-def test_what_packed_experts_do_not_support_is_refused(field):
+def test_what_packed_experts_do_not_support_is_refused():
     RankLoad(DistributedConfig()).begin(dict)
     assert RankLoad(SimpleNamespace(fsdp_size=2)).shards  # of an older transformers
-    asked = SimpleNamespace(**{field: 2})
-    with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
-        RankLoad(asked).begin(dict)
+    for field in ("tp_size", "pp_size", "ep_size"):
+        with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
+            RankLoad(SimpleNamespace(**{field: 2})).begin(dict)
