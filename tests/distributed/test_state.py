@@ -22,16 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers import training
 from tests.helpers.folders import contents
 from tests.helpers.ranks import SIZES, are_same, assert_same_adapter, said, sharded
 from tests.helpers.training import adamw, adapted, loaded, restore, state_of, token_batches, train
 
 WORLD = 4
-SETTINGS = {
-    "nf4 double": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-    "int8": {"load_in_8bit": True},
-}
+SETTINGS = {name: training.SETTINGS[name] for name in ("bf16 storage", "int8")}
 CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter", "load_adapter")
 
 
