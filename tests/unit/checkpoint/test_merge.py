@@ -115,34 +115,23 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
     assert changed == {key for key in before if "q_proj" in key or ".experts." in key}
 
 
-def test_dtype_casts_floating_tensors_and_says_so(folders: Path, tmp_path: Path) -> None:
-    out, seen = tmp_path / "out", list[tuple[int, int, str]]()
-    how: dict[str, Any] = {"dtype": torch.float16, "progress": lambda *one: seen.append(one)}
-    report = moe_qlora.merge_adapter(folders / "base", folders / "adapter", out, **how)
-    own, cast = tensors(folders / "out"), tensors(out)
-    assert seen == sorted(seen, key=lambda one: one[0]) and seen[-1] == (len(own), len(own), "")
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
-    assert report.nbytes == sum(tensor.nbytes for tensor in cast.values())
-    for key, value in own.items():
-        assert cast[key].dtype == torch.float16
-        if "q_proj" in key or ".experts." in key:  # rounded once, from fp32, to either
-            step = 2**-8 + 2**-11
-            torch.testing.assert_close(cast[key].float(), value.float(), rtol=step, atol=1e-7)
-            assert not torch.equal(cast[key].bfloat16().half(), cast[key])
-        else:
-            assert torch.equal(cast[key], value.half())
-
-
-def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
+def test_dtype_casts_what_transformers_does_not_keep_in_fp32_and_says_so(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("deepseek_v3")
     kept = model._keep_in_fp32_modules_strict
     save(model, tmp_path / "base")
-    adapt(model, tmp_path / "adapter", linears=["o_proj"])
-    found = merge(tmp_path, dtype=torch.bfloat16)
-    exempt = {key for key in found if any(name in key for name in kept)}
-    assert exempt
-    for key, value in found.items():
-        assert value.dtype == (torch.float32 if key in exempt else torch.bfloat16), key
+    adapt(model, tmp_path / "adapter", ["o_proj"], target_parameters=EXPERTS)
+    exact, half, seen = merge(tmp_path), tmp_path / "half", list[tuple[int, int, str]]()
+    how: dict[str, Any] = {"dtype": torch.float16, "progress": lambda *one: seen.append(one)}
+    report = moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", half, **how)
+    cast = tensors(half)
+    assert seen == sorted(seen, key=lambda one: one[0]) and seen[-1] == (len(cast), len(cast), "")
+    assert json.loads((half / "config.json").read_text())["dtype"] == "float16"
+    assert report.nbytes == sum(tensor.nbytes for tensor in cast.values())
+    exempt = {key for key in cast if any(name in key for name in kept)}
+    assert exempt and cast.keys() == exact.keys()
+    for key, value in exact.items():  # rounded once, from fp32
+        wanted = value if key in exempt else value.half()
+        assert cast[key].dtype == wanted.dtype and torch.equal(cast[key], wanted), key
 
 
 # What PEFT can do to a Linear layer, an embedding, a module in full
