@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -42,14 +42,8 @@ NAMES = [
 IDS = torch.arange(24).view(2, 12)
 
 
-def tiny(dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, vocab_size=64, **kwargs,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def tiny(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
+    return tiny_model("qwen3_moe", dtype=dtype, **sizes)
 
 
 def nf4(**kwargs: Any) -> BitsAndBytesConfig:
@@ -58,11 +52,7 @@ def nf4(**kwargs: Any) -> BitsAndBytesConfig:
 
 
 def stacks(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in NAMES:
-        module, _, parameter = name.rpartition(".")
-        found[name] = getattr(model.get_submodule(module), parameter).detach()
-    return found
+    return {name: getattr(*parametrize.owner_of(model, name)).detach() for name in NAMES}
 
 
 def packed_by_hand(model: nn.Module, settings: CodecSettings) -> dict[str, torch.Tensor]:
