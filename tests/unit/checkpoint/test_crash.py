@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from folders import bits, check_folder, contents
-from tqdm.std import tqdm
 from training import loaded, packed
+from transformers.utils import logging
 
 from moe_qlora.checkpoint import folder as staging
 from moe_qlora.checkpoint.folder import left_behind
@@ -86,8 +85,7 @@ def disk_full() -> None:
 def forked(work: Callable[[], object]) -> int:
     """Do `work` in a copy of this process, which says nothing; return its exit status.
 
-    Its tqdm has a lock of its own: the stock one is a semaphore between processes, which a copy
-    that dies while it draws would keep for ever.
+    It draws no bar: tqdm's lock is between processes, and a copy that dies would keep it for ever.
     """
     pid = os.fork()
     if pid:
@@ -98,10 +96,7 @@ def forked(work: Callable[[], object]) -> int:
         os.dup2(null, 1)
         os.dup2(null, 2)
         torch.set_num_threads(1)  # the others are not copied
-        lock, classes = threading.RLock(), [tqdm]
-        for cls in classes:
-            cls.set_lock(lock)
-            classes += cls.__subclasses__()
+        logging.disable_progress_bar()
         work()
         status = 0
     finally:
