@@ -31,7 +31,7 @@ from moe_qlora.errors import (
 from moe_qlora.hf import fill
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 from moe_qlora.testing import tiny_model
 
 NAMES = [
@@ -94,6 +94,7 @@ def test_packs_every_stack(config: BitsAndBytesConfig, settings: CodecSettings) 
     assert [row.bytes_before for row in report.rows] == sizes
     held = [parametrize.read_packed(module, name).nbytes for _, module, name in packed(model)]
     assert [row.bytes_after for row in report.rows] == held and report.bytes_after == sum(held)
+    assert held == [packed_nbytes(weight.shape, settings) for weight in expected.values()]
     assert "4 expert parameters quantized" in str(report)
     assert model.config.quantization_config is not config
 
