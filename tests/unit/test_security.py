@@ -251,7 +251,6 @@ def test_visible():
 def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder):
     source = folder / f"s{EVIL}"
     (folder / "source").rename(source)
-    index = source / "model.safetensors.index.json"
     set_json(source / "config.json", quantization_config={"quant_method": EVIL})
     for name, *more in (("dump", "--why"), ("plan", "--seq", "64"), ("quantize", folder / "new")):
         code, out, err = cli(name, source, *more)
@@ -260,9 +259,9 @@ def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder
     code, out, err = cli("dump", source, "--color", "always")
     assert SEEN in out and "\x1b[33m" in out
     set_json(source / "config.json", quantization_config=None)
-    content = json.loads(index.read_text())
-    content["weight_map"] |= {EVIL: next(iter(content["weight_map"].values())), "other": EVIL}
-    index.write_text(json.dumps(content))
+    index = source / "model.safetensors.index.json"
+    held = json.loads(index.read_text())["weight_map"]
+    set_json(index, weight_map={**held, EVIL: next(iter(held.values())), "other": EVIL})
     save_file({f"{EVIL}[red]": torch.full((2, 2), float("nan"))}, source / f"{EVIL}.safetensors")
     for arguments in (
         ["verify", source], ["verify", source, "--json"], ["quantize", source, folder / "other"],
