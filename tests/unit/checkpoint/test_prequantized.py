@@ -66,7 +66,7 @@ def weight(seed: int, *shape: int) -> torch.Tensor:
 
 def test_groups_of_several_kinds(tmp_path):
     """FP8 attention, INT4 experts and INT8 for one module by name; what is stored decides."""
-    config, four = compressed("mixed-precision", {}, ["lm_head"]), UP.replace("3", "4")
+    config, four = compressed("mixed-precision", {}), UP.replace("3", "4")
     channel = {"num_bits": 8, "strategy": "channel"}
     groups = {
         "Linear": {"type": "int", **channel},
@@ -74,10 +74,9 @@ def test_groups_of_several_kinds(tmp_path):
         "re:.*experts.*": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
         four: {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16},
     }
-    for target, weights in groups.items():
-        (made,) = compressed("pack-quantized", weights, [])["config_groups"].values()
-        config["config_groups"] |= {target: {**made, "targets": [target]}}
-    del config["config_groups"]["group_0"]
+    config["config_groups"] = {
+        target: {"targets": [target], "weights": weights} for target, weights in groups.items()
+    }
     encoded = {
         Q: encode_fp8(weight(0, 24, 32), (1, 32), "_scale"),
         UP: encode_int(weight(1, 24, 64), 4, 32),
@@ -149,7 +148,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
 
 def with_group(**weights):
-    return compressed("pack-quantized", {**INT4, **weights}, [])
+    return compressed("pack-quantized", {**INT4, **weights})
 
 
 CHANNEL = with_group(strategy="channel", group_size=None)
@@ -347,7 +346,7 @@ def test_a_weight_is_the_one_that_compressed_tensors_decodes(name, tmp_path):
     plain = weight(7, 56 if "block" in name else 48, 96).bfloat16()
     stored, decoded = compressed_parts(form, weights, plain)
     tensors = {f"a.{key}": tensor.contiguous() for key, tensor in stored.items()}
-    folder = write_tensors(tmp_path, compressed(form, weights, []), tensors, dtype="float32")
+    folder = write_tensors(tmp_path, compressed(form, weights), tensors, dtype="float32")
     with open_plain(folder) as checkpoint, local_torch_dtype(torch.bfloat16):  # loads set it
         assert (list(checkpoint), checkpoint.method) == (["a.weight"], "compressed-tensors")
         value = checkpoint.read("a.weight")
