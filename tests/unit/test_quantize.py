@@ -240,23 +240,14 @@ def holding(value: float) -> Callable[[nn.Parameter], None]:
     return lambda weight: weight.data.__setitem__((2, 1, 5), value)
 
 
-def with_last(change: Callable[[nn.Parameter], nn.Parameter | None]) -> Callable[[], Any]:
-    """A model whose last stack is changed, or another one."""
+def spoiled(change: Callable[[Any], Any], of: str = "down_proj") -> Callable[[], Any]:
+    """A model after a change of its last stack, which may be another one then, or of it ("")."""
 
     def make() -> Any:
         model = tiny()
         stacks = model.get_submodule("model.layers.1.mlp.experts")._parameters
-        changed = change(stacks["down_proj"])
-        stacks["down_proj"] = stacks["down_proj"] if changed is None else changed
-        return model
-
-    return make
-
-
-def spoiled(spoil: Callable[[Any], None]) -> Callable[[], Any]:
-    def make() -> Any:
-        model = tiny()
-        spoil(model)
+        changed = change(stacks[of] if of else model)
+        stacks |= {} if changed is None else {of: changed}
         return model
 
     return make
@@ -276,10 +267,10 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
     ),
     (packed_model, nf4(bnb_4bit_use_double_quant=False), ConfigError, "asks for nf4:"),
     (packed_model, nf4(**STORED), ConfigError, "stored as bfloat16"),
-    (spoiled(of_gptq), nf4(), ConfigError, "'gptq'"),
-    (spoiled(of_other_code), nf4(), ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
-    (spoiled(converted), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn\.q_p"),
-    *((with_last(change), nf4(), error, rf"{NAMES[3]}.*{words}") for change, error, words in [
+    (spoiled(of_gptq, ""), nf4(), ConfigError, "'gptq'"),
+    (spoiled(of_other_code, ""), nf4(), ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
+    (spoiled(converted, ""), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn\.q_p"),
+    *((spoiled(change), nf4(), error, rf"{NAMES[3]}.*{words}") for change, error, words in [
         (lambda w: nn.Parameter(w.to("meta")), ODD, "meta device"),
         (zero3, ODD, "ZeRO-3"),
         (lambda w: nn.Parameter(w.detach().as_subclass(Sharded), False), ODD, "is a Sharded"),

@@ -15,7 +15,6 @@ from torch import nn
 from moe_qlora.packing import decoders
 from moe_qlora.packing import parametrize as storage
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.packing.settings import CodecSettings
 
 SETTINGS = {
@@ -70,13 +69,9 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
         assert not original.requires_grad
         assert (stack.kind, stack.dtype) == (settings.kind, torch.bfloat16)
         assert stack.compute_dtype == settings.compute_dtype
-        assert stack.codes.data_ptr() == original.data_ptr()
         if settings.kind != "int8":
             assert type(original) is bnb.nn.Params4bit
-            state = module.parametrizations[name][0].quant_state
-            assert original.quant_state == state
-            own = {t.data_ptr() for t in from_quant_state(original, state).statistics}
-            assert own == {t.data_ptr() for t in stack.statistics}
+            assert original.quant_state == module.parametrizations[name][0].quant_state
 
 
 def test_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
