@@ -269,7 +269,7 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
     (packed_model, nf4(**STORED), ConfigError, "stored as bfloat16"),
     (spoiled(of_gptq, ""), nf4(), ConfigError, "'gptq'"),
     (spoiled(of_other_code, ""), nf4(), ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
-    (spoiled(converted, ""), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn\.q_p"),
+    (spoiled(converted, ""), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn"),
     *((spoiled(change), nf4(), error, rf"{NAMES[3]}.*{words}") for change, error, words in [
         (lambda w: nn.Parameter(w.to("meta")), ODD, "meta device"),
         (zero3, ODD, "ZeRO-3"),
@@ -305,11 +305,22 @@ def test_missing_ok_and_what_is_no_conflict() -> None:
         quantize_experts(tiny(), nf4(llm_int8_skip_modules=["layers.7.mlp", "lm_head"]))
 
 
-def test_tied_experts_are_packed_once_and_stay_tied() -> None:
-    model, leaves = tiny(), ("gate_up_proj", "down_proj")
+def test_tied_experts_are_packed_once_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, leaves, attach = tiny(), ("gate_up_proj", "down_proj"), parametrize.attach
     first, second = (layer.mlp.experts for layer in model.model.layers)
     for name in leaves:
         setattr(second, name, getattr(first, name))
+
+    def failing(module: nn.Module, *rest: Any) -> None:
+        if module is second:
+            raise MemoryError
+        attach(module, *rest)
+
+    with monkeypatch.context() as patch:  # under all of its names, or none
+        patch.setattr(parametrize, "attach", failing)
+        with pytest.raises(QuantizationError, match="this one included, are whole"):
+            quantize_experts(model, nf4())
+    assert not packed(model)
     report = quantize_experts(model, nf4())
     assert [row.name for row in report.rows] == NAMES[:2]
     for name in leaves:

@@ -31,16 +31,10 @@ from moe_qlora.testing import tiny_model
 from moe_qlora.train.layers import LayerRunner, decoder_layers
 from tests.helpers import training
 
-SETTINGS = {
-    "nf4 double": training.NF4,
-    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-    "int8": {"load_in_8bit": True},
-}
 
-
-def packed(settings):
+def packed(settings="nf4"):
     sizes = {"hidden_size": 48, "moe_intermediate_size": 40}
-    return training.packed("qwen3_moe", SETTINGS[settings], seed=0, **sizes)
+    return training.packed("qwen3_moe", training.SETTINGS[settings], seed=0, **sizes)
 
 
 def experts(model):
@@ -75,12 +69,12 @@ def test_evaluation_leaves_linear_layers_as_they_were(tmp_path):
     assert embedded.grad is not None and bool(embedded.grad.any())
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", ["nf4", "fp4", "bf16 storage", "int8"])
 def test_the_layout_changes_parameters_and_nothing_else(settings):
     model = packed(settings)
     before, weights = logits(model), experts(model)
     kinds = [param.packed for param in moe_qlora.detect(model).experts]
-    assert set(kinds) == {settings.split(maxsplit=1)[0]}
+    assert set(kinds) == {settings.replace("bf16 storage", "nf4")}
     copies = copy.deepcopy(model)
     assert moe_qlora.prepare_sharding(copies) is copies
     assert [param.packed for param in moe_qlora.detect(copies).experts] == kinds
@@ -105,7 +99,7 @@ def test_the_layout_changes_parameters_and_nothing_else(settings):
 
 
 def test_a_weight_of_two_modules_is_laid_out_once():
-    _, module, name = next(parametrize.iter_packed(packed("nf4 double")))
+    _, module, name = next(parametrize.iter_packed(packed()))
     tied, weight = nn.ModuleList([nn.Module(), nn.Module()]), parametrize.read_packed(module, name)
     weight.owner = None
     for part in tied:
@@ -131,7 +125,7 @@ class Partitioned(dict):
 
 def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing():
     """One rank alone says the line: others would wait for what it gathers."""
-    model = packed("nf4 double")
+    model = packed()
     weights = experts(model)
     moe_qlora.prepare_sharding(model)
     gathered = []
