@@ -74,13 +74,13 @@ def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
     """Write tensors to one file, or to so many, one after the other, and their index."""
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     if shards == 1:
-        return save_file(tensors, path / SINGLE, {"format": "pt"})
+        save_file(tensors, path / SINGLE, {"format": "pt"})
+        return
     weight_map = {key: f"model-{number % shards}.safetensors" for number, key in enumerate(tensors)}
     for file in set(weight_map.values()):
         part = {key: tensors[key] for key, name in weight_map.items() if name == file}
         save_file(part, path / file, {"format": "pt"})
     (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return None
 
 
 def write_tensors(path: Path, settings: Any, tensors: Stored, **config: Any) -> Path:

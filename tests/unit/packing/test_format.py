@@ -41,9 +41,7 @@ def turned(end: str, function: Callable[[Tensor], Tensor]) -> Change:
 
 CRAFTED: list[tuple[str, Change, str]] = [
     ("nf4", said(nested_blocksize=256.0), "says of itself"),
-    ("fp4", said(blocksize=128), "says of itself"),
     ("nf4", said(shape=[8, 72, 40]), "says of itself"),
-    ("fp4", said(dtype="float64"), "says of itself"),
     ("nf4", said(absmax=[1.0]), "says of itself"),
     ("nf4", said(nested_offset=1e300), "nested offset 1e"),
     ("nf4", turned(f"{RECORD}nf4", torch.zeros_like), "cannot be read"),
