@@ -322,7 +322,7 @@ def test_tied_experts_are_packed_once_and_stay_tied(monkeypatch: pytest.MonkeyPa
             quantize_experts(model, nf4())
     assert not packed(model)
     report = quantize_experts(model, nf4())
-    assert [row.name for row in report.rows] == NAMES[:2]
+    assert sorted(row.name for row in report.rows) == sorted(NAMES[:2])
     for name in leaves:
         assert parametrize.original_of(first, name) is parametrize.original_of(second, name)
     assert quantize_experts(model).bytes_after == report.bytes_after
