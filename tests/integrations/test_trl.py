@@ -19,6 +19,7 @@ from upstream import TRANSFORMERS
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.train.flat_rows import has_flat_rows
+from moe_qlora.train.trainer_loop import copy_losses_early
 from tests.helpers.training import NF4, assert_same, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
@@ -210,3 +211,13 @@ def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path
     ids = torch.arange(2, 50).reshape(2, 24)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, ours(ids).logits)
+
+
+def test_sft_looks_for_nan_in_the_copy_of_its_loss(model_folder, tmp_path, monkeypatch):
+    """It computes the loss itself, of the model's log probabilities."""
+    looks, isnan = [], torch.isnan
+    monkeypatch.setattr(torch, "isnan", lambda x: looks.append(x) or isnan(x))
+    made = trainer("sft", "peft", model_folder, tmp_path, gradient_accumulation_steps=2)
+    copy_losses_early(made.model)
+    made.train()
+    assert [len(x._copies) for x in looks] == [1] * 2 * STEPS
