@@ -88,7 +88,7 @@ def save(model, rank, folder, victim=None, count=0, adapter=False):
     """One rank dies when it gathers its n-th tensor; with no count, it does not take part."""
     model = sharded(adapted(model) if adapter else moe_qlora.prepare_sharding(model))
     if rank == victim and not count:
-        time.sleep(3.5)
+        time.sleep(2.5)
         return "never came"
     if rank == victim:
         die_at(gather, "whole", count)
@@ -180,12 +180,12 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks, tmp_path):
 
 
 def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "timeout", 2.0)
+    monkeypatch.setattr(ranks, "timeout", 1.5)
     codes, texts, seconds = ranks.run(save, tmp_path / "model", 1)
     assert codes == [1, 0, 1]
     for rank in (0, 2):
         assert f"failed on rank {rank} while it gathered tensors from all ranks" in texts[rank]
-    assert 2 < seconds < 6 * TIMEOUT
+    assert 1.5 < seconds < 6 * TIMEOUT
     assert not (tmp_path / "model").exists() and left_behind(tmp_path / "model") == []
 
 

@@ -22,16 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers import training
 from tests.helpers.folders import contents
 from tests.helpers.ranks import SIZES, are_same, assert_same_adapter, said, sharded
 from tests.helpers.training import adamw, adapted, loaded, restore, state_of, token_batches, train
 
 WORLD = 4
-SETTINGS = {
-    "nf4 double": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-    "int8": {"load_in_8bit": True},
-}
+SETTINGS = {name: training.SETTINGS[name] for name in ("bf16 storage", "int8")}
 CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter", "load_adapter")
 
 
@@ -48,8 +45,6 @@ def all_cases(rank, world, folder):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)
         model.save_pretrained(folder / "given" / settings, state_dict=whole)
-    (folder / "file").touch()
-    results["no folder"] = said(model.save_pretrained, folder / "file")
     return results | adapters(folder / "adapter") | checkpoints(rank, folder)
 
 
@@ -164,12 +159,10 @@ def test_the_full_state_dict_is_that_of_one_process(results, folder):
     assert [result["keys"] for result in results] == [len(single)] + [0] * (WORLD - 1)
 
 
-def test_what_needs_whole_weights_or_a_folder_is_refused(results, folder):
+def test_what_needs_whole_weights_is_refused(results):
     for result in results:
         for call, text in result["refused"].items():
             assert text.startswith("AdapterError: ")
             assert "model.embed_tokens.weight is sharded over ranks" in text
             assert ("add adapters before" if call == "load_adapter" else "moe-qlora merge") in text
         assert result["adapters"] == ["default"]
-        text = f"{folder / 'file'} exists and is no empty folder, or is a mount"
-        assert result["no folder"].startswith(f"CheckpointError: {text}")

@@ -34,14 +34,13 @@ _NEW = hasattr(TrainingArguments, "activation_checkpointing")
 _NAME = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES = {
-    "Trainer, ddp": {},
-    "SFTTrainer, ddp": {"bf16": False},
     "Trainer, ddp, prepared": {"ddp_find_unused_parameters": False},
+    "SFTTrainer, ddp": {"bf16": False},
     "Trainer, fsdp2": {"fsdp": True, "fsdp_config": SHARDED, **REENTRANT},
     "Trainer, fsdp2, prepared": {"fsdp": True, "fsdp_config": FULL},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FULL, "bf16": False},
 }
-RESUMED = ("Trainer, ddp", "Trainer, fsdp2")  # from a checkpoint too
+RESUMED = ("Trainer, ddp, prepared", "Trainer, fsdp2")  # from a checkpoint too
 
 
 def adapted(folder):
@@ -174,7 +173,7 @@ def reference(folder, program):
     """What one process computes."""
     if program == "accelerate":
         return run_accelerate(folder, 1)
-    return run_trainer(folder, 1, f"{program}, ddp")
+    return run_trainer(folder, 1, next(case for case in CASES if case.startswith(program)))
 
 
 @pytest.mark.parametrize("case", [*CASES, "accelerate, fsdp2", "accelerate, ddp"])
@@ -193,8 +192,10 @@ def test_two_ranks_train_as_one(two, folder, case):
 @pytest.mark.parametrize("case", RESUMED)
 def test_training_goes_on_from_a_checkpoint(two, folder, case):
     expected = reference(folder, "Trainer")
-    saved = [load_file(f"{folder}, {each}/adapter/adapter_model.safetensors")
-             for each in ("Trainer, ddp, 1", f"{case}, 2")]  # fmt: skip
+    saved = [
+        load_file(f"{folder}, {each}/adapter/adapter_model.safetensors")
+        for each in (f"{RESUMED[0]}, 1", f"{case}, 2")
+    ]
     for result in (expected, *(rank[case] for rank in two)):
         assert result["resumed"] == pytest.approx(expected["run"][0], abs=1e-5)
     assert_same_training((0, saved[1]), (0, saved[0]), 1e-2)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from moe_qlora.checkpoint.folder import INDEX
-from moe_qlora.kernels.weights import MX_BLOCK, PackedWeight
+from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
-
-from .prequantized import write_both
 
 
 def random_mxfp4(*shape: int, seed: int = 0, spread: int = 4) -> tuple[Tensor, Tensor]:
@@ -57,22 +51,3 @@ def keep(
     packer = KeptPacker(shape, dtype, "cpu", settings)
     packer.add(blocks, scales)
     return packer.finish()
-
-
-def expert_keys(keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
-
-
-def write_gpt_oss(root: Path, **sizes: int) -> None:
-    """Write `maker`, a folder as gpt-oss is shipped, and `plain`, the bf16 one it stands for."""
-    folder = write_both(root, "gpt_oss mxfp4", overrides=sizes, shards=1) / "maker"
-    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
-    (folder / INDEX).unlink()
-
-
-def mxfp4_blocks(packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Return an MXFP4 weight's blocks and scales as its checkpoint had them."""
-    *lead, rows, cols = packed.stored_shape
-    codes = packed.flat_codes
-    blocks = ((codes << 4) | (codes >> 4)).view(*lead, rows, cols // MX_BLOCK, MX_BLOCK // 2)
-    return blocks, packed.absmax.view(*lead, rows, cols // MX_BLOCK)

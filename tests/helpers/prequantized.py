@@ -1,7 +1,6 @@
 """Folders as the makers of models quantize them, and the plain tensors that these stand for.
 
     folder, plain = write_case(tmp_path / "base", "deepseek_v3 fp8")
-    folder, plain = write_folder(tmp_path / "base", "qwen3_moe", "fp8", block=(8, 8))
 
 A tiny model is quantized here, in plain fp32 arithmetic that shares nothing with the reader: the
 plain value is taken from codes and scales before these are packed, and rounded once.
@@ -21,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_qlora.checkpoint.folder import INDEX
+from moe_qlora.checkpoint.folder import INDEX, SINGLE
 from moe_qlora.testing import tiny_model
 
 Stored = dict[str, Tensor]
@@ -32,97 +31,56 @@ Encoded = tuple[Stored, Tensor]
 _KEPT = r"embed|lm_head|^head\.|(?<!proj)\.gate\.weight$|router|norm|bias|sinks|hc_|compressor"
 
 
-Case = tuple[str, str, dict[str, Any], dict[str, Any]]
-"""Which model, which method (of `METHODS`), and options of the model and of the method."""
-WIDE, EVEN, ODD = ({"moe_intermediate_size": size} for size in (96, 48, 42))
-CASES: dict[str, Case] = {
-    "deepseek_v3 fp8": ("deepseek_v3", "fp8", {}, {"mtp": True}),
-    "deepseek_v3 fp8 e8m0": ("deepseek_v3", "fp8", {}, {"scale_dtype": "e8m0"}),
-    "qwen3_moe fp8": ("qwen3_moe", "fp8", {}, {"scale_dtype": torch.bfloat16}),
-    "qwen3_moe mxfp8": ("qwen3_moe", "mxfp8", WIDE, {}),
-    "glm4_moe fp8 channel": ("glm4_moe", "compressed-fp8", {}, {"strategy": "channel"}),
-    "glm4_moe fp8 tensor": ("glm4_moe", "compressed-fp8", {}, {"strategy": "tensor"}),
-    "glm4_moe fp8 block": ("glm4_moe", "compressed-fp8", {}, {"strategy": "block"}),
-    "gpt_oss mxfp4": ("gpt_oss", "mxfp4", {}, {}),
-    "deepseek_v3 int4": ("deepseek_v3", "int4", WIDE, {}),
-    "deepseek_v3 int4 channel": ("deepseek_v3", "int4", ODD, {"group": None}),
-    "qwen3_moe nvfp4": ("qwen3_moe", "nvfp4", EVEN, {}),
-    "qwen3_moe modelopt nvfp4": ("qwen3_moe", "modelopt-nvfp4", EVEN, {}),
-    "qwen3_moe modelopt fp8": ("qwen3_moe", "modelopt-fp8", {}, {}),
-    "deepseek_v4 fp4": ("deepseek_v4", "deepseek-v4", WIDE, {}),
-}
+def write_case(path: Path, name: str, shards: int = 3, **sizes: Any) -> tuple[Path, Stored]:
+    """Write the tiny model of a name in `CASES` as its maker does; return the plain tensors too.
 
-
-def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
-    """Write the folder of a name in `CASES`; changes are options of `write_folder`."""
-    model_type, method, overrides, options = CASES[name]
-    return write_folder(path, model_type, method, **{"overrides": overrides, **options, **changes})
-
-
-def write_both(path: Path, name: str, **changes: Any) -> Path:
-    """Write such a folder as `maker`, and the 16-bit folder it stands for as `plain`."""
-    folder, plain = write_case(path / "maker", name, **changes)
-    (path / "plain").mkdir()
-    (path / "plain/config.json").write_text(json.dumps(plain_config(folder), indent=2))
-    tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
-    save_file(tensors, path / "plain/model.safetensors", {"format": "pt"})
-    return path
-
-
-def plain_config(folder: Path) -> dict[str, Any]:
-    """The config.json of the 16-bit folder that another stands for."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    for part in (config, config.get("text_config", {})):
-        part.pop("quantization_config", None)
-    if config.pop("expert_dtype", None):  # DeepSeek-V4's
-        config["dtype"] = "bfloat16"
-    return config
-
-
-def write_folder(
-    path: Path, model_type: str, method: str, *, overrides: dict[str, Any] | None = None,
-    shards: int = 3, seed: int = 0, mtp: bool = False, **options: Any,
-) -> tuple[Path, Stored]:  # fmt: skip
-    """Write a tiny model as the maker of such models does; return the plain tensors as well.
-
-    `overrides` are of the model's configuration, `options` of the method. A tensor's codes and
-    scales go to different `shards`. `mtp` adds a layer for the prediction of more tokens, which
-    models ignore, as DeepSeek ships.
+    A tensor's codes and scales go to different `shards`; `sizes` are of the configuration.
     """
-    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).bfloat16()
+    maker = CASES[name]
+    model: Any = tiny_model(name.partition(" ")[0], **{**maker.sizes, **sizes}).bfloat16()
     model.save_pretrained(path, save_original_format=True)
-    plain = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    config = json.loads((path / "config.json").read_text())
-    if mtp:
-        plain |= _extra_layer(plain, config["num_hidden_layers"], seed)
-        config["num_nextn_predict_layers"] = 1
-    maker = METHODS[method](**options)
+    plain, config = load_file(path / SINGLE), json.loads((path / "config.json").read_text())
+    (path / SINGLE).unlink()
+    if "num_nextn_predict_layers" in maker.fields:  # a layer that models ignore
+        last, more = (f".layers.{config['num_hidden_layers'] + place}." for place in (-1, 0))
+        plain |= {key.replace(last, more): t.flip(0) for key, t in plain.items() if last in key}
     stored: Stored = {}
     for key in sorted(plain):
-        encode = maker.encoder(key, plain[key])
-        if encode is None:
-            stored[key] = plain[key]
-            continue
-        parts, values = encode(plain[key].float())
-        plain[key] = values.bfloat16()
-        stored |= {maker.key(key, part): tensor.contiguous() for part, tensor in parts.items()}
-    config |= {"quantization_config": maker.config, **maker.says}
+        parts, module = {"": plain[key]}, key.removesuffix(".weight")
+        if plain[key].dim() > 1 and not re.search(f"{_KEPT}|{maker.plain}", key):
+            parts, values = maker.encode(key)(plain[key].float())
+            plain[key] = values.bfloat16()
+        for end, part in parts.items():
+            at = maker.scale.format(key=key, module=module) if end == "_scale_inv" else key + end
+            stored[at] = part.contiguous()
+    config |= {"quantization_config": maker.config, **maker.fields}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(path, stored, shards)
     return path, plain
 
 
+def write_both(path: Path, name: str, **options: Any) -> Path:
+    """Write such a folder as `maker`, and the 16-bit folder it stands for as `plain`."""
+    folder, plain = write_case(path / "maker", name, **options)
+    config = json.loads((folder / "config.json").read_text())
+    if config.pop("expert_dtype", None):  # DeepSeek-V4's
+        config["dtype"] = "bfloat16"
+    del config["quantization_config"]
+    write_tensors(path / "plain", None, plain, **config)
+    return path
+
+
 def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
-    """Write tensors to so many files, one after the other, and their index."""
-    files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
-    weight_map = {key: files[number % shards] for number, key in enumerate(tensors)}
-    for file in files:
+    """Write tensors to one file, or to so many, one after the other, and their index."""
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, path / SINGLE, {"format": "pt"})
+        return
+    weight_map = {key: f"model-{number % shards}.safetensors" for number, key in enumerate(tensors)}
+    for file in set(weight_map.values()):
         part = {key: tensors[key] for key, name in weight_map.items() if name == file}
         save_file(part, path / file, {"format": "pt"})
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / INDEX).write_text(json.dumps(index, indent=2))
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_tensors(path: Path, settings: Any, tensors: Stored, **config: Any) -> Path:
@@ -130,23 +88,8 @@ def write_tensors(path: Path, settings: Any, tensors: Stored, **config: Any) -> 
     path.mkdir(exist_ok=True, parents=True)
     config |= {} if settings is None else {"quantization_config": settings}
     (path / "config.json").write_text(json.dumps(config))
-    write_shards(path, {key: tensor.contiguous() for key, tensor in tensors.items()})
+    write_shards(path, tensors)
     return path
-
-
-def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
-    """A layer after the last one, and what predicts with it, under the names of DeepSeek-V3."""
-    generator = torch.Generator().manual_seed(seed + 1)
-    last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
-    extra = {key.replace(last, new): t.flip(0) for key, t in plain.items() if key.startswith(last)}
-    norm = plain["model.norm.weight"]
-    wide = torch.randn(len(norm), 2 * len(norm), generator=generator).to(norm)
-    extra |= {f"{new}{name}.weight": torch.ones_like(norm) for name in ("enorm", "hnorm")}
-    extra[new + "shared_head.norm.weight"] = torch.ones_like(norm)
-    extra[new + "eh_proj.weight"] = wide
-    extra[new + "embed_tokens.weight"] = plain["model.embed_tokens.weight"].clone()
-    extra[new + "shared_head.head.weight"] = plain["lm_head.weight"].clone()
-    return extra
 
 
 # Codes and scales, fp32
@@ -161,8 +104,7 @@ def expand(scale: Tensor, block: Sequence[int], rows: int, columns: int) -> Tens
 def block_amax(weight: Tensor, block: Sequence[int]) -> Tensor:
     """The largest absolute value of each block; blocks at the edges are smaller."""
     (rows, columns), (high, wide) = weight.shape, block
-    whole = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
-    whole[:rows, :columns] = weight.abs()
+    whole = torch.nn.functional.pad(weight.abs(), (0, -columns % wide, 0, -rows % high))
     tiles = whole.view(whole.shape[0] // high, high, whole.shape[1] // wide, wide)
     return tiles.amax((1, 3)).clamp_min(1e-12)
 
@@ -174,16 +116,13 @@ def power_of_two(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_fp8(
-    weight: Tensor, block: Sequence[int], end: str, scale_dtype: Any = torch.float32
+    weight: Tensor, block: Sequence[int], end: str = "_scale_inv", e8m0: bool = False
 ) -> Encoded:
     """FP8 (e4m3) codes of a matrix, with a scale that multiplies for each block."""
-    scale = block_amax(weight, block) / 448
-    if scale_dtype in ("e8m0", torch.uint8):
-        stored, scale = power_of_two(scale)
-        stored = stored.view(torch.float8_e8m0fnu) if scale_dtype == "e8m0" else stored
-    else:
-        stored = scale.to(scale_dtype)
-        scale = stored.float()
+    stored = scale = block_amax(weight, block) / 448
+    if e8m0:
+        raw, scale = power_of_two(scale)
+        stored = raw.view(torch.float8_e8m0fnu)
     grid = expand(scale, block, *weight.shape)
     codes = (weight / grid).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"": codes, end: stored}, codes.float() * grid
@@ -203,7 +142,7 @@ def encode_e2m1(values: Tensor) -> tuple[Tensor, Tensor]:
     return (index[..., 0::2] + 16 * index[..., 1::2]).to(torch.uint8), table[index]
 
 
-def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
+def encode_int(weight: Tensor, bits: int = 4, group: int | None = 32) -> Encoded:
     """Symmetric integers in words of 32 bits, as compressed-tensors packs them."""
     rows, columns = weight.shape
     block = (1, group or columns)
@@ -216,21 +155,21 @@ def encode_int(weight: Tensor, bits: int, group: int | None) -> Encoded:
     room[:, :columns] = codes.long() + top
     words = sum(room[:, place::per] << (bits * place) for place in range(per))
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    return {
-        "_packed": words,
-        "_scale": scale,
-        "_shape": torch.tensor([rows, columns]),
-    }, codes * grid
+    shape = torch.tensor([rows, columns])
+    return {"_packed": words, "_scale": scale, "_shape": shape}, codes * grid
 
 
-def encode_nvfp4(weight: Tensor, factor_name: str, codes_name: str, divide: bool) -> Encoded:
-    """E2M1 codes, FP8 scales of 16, and a scale of these that divides or multiplies."""
+def encode_nvfp4(weight: Tensor, factor_name: str, codes_name: str) -> Encoded:
+    """E2M1 codes, FP8 scales of 16, and a scale of these that divides (compressed) or multiplies.
+
+    Modelopt's codes have the key of the weight itself.
+    """
     amax = block_amax(weight, (1, 16))
     factor = amax.max() / (448 * 6)
-    one = (1 / factor).reshape(1) if divide else factor
-    scale = amax / 6 * one if divide else amax / 6 / factor
+    one = (1 / factor).reshape(1) if codes_name else factor
+    scale = amax / 6 * one if codes_name else amax / 6 / factor
     scale = scale.clamp(1e-3, 448).to(torch.float8_e4m3fn)
-    grid = scale.float() / one if divide else scale.float() * factor
+    grid = scale.float() / one if codes_name else scale.float() * factor
     grid = expand(grid, (1, 16), *weight.shape)
     codes, values = encode_e2m1(weight / grid)
     return {codes_name: codes, "_scale": scale, factor_name: one}, values * grid
@@ -260,49 +199,25 @@ def encode_mxfp4(weight: Tensor) -> Encoded:
 
 @dataclass
 class Maker:
-    """How a maker quantizes: its configuration, and what it does with which keys."""
+    """How a maker quantizes: its `quantization_config`, and what it does with which keys."""
 
     config: dict[str, Any]
-    encode: Callable[[str], Callable[[Tensor], Encoded] | None]  # what quantizes a tensor, by key
-    plain_modules: str = r"$^"
-    scales: str = "{key}_scale_inv"
-    says: dict[str, Any] = field(default_factory=dict)  # fields of config.json
-
-    def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
-        plain = re.search(f"{_KEPT}|{self.plain_modules}", key) or tensor.dim() < 2
-        return None if plain else self.encode(key)
-
-    def key(self, key: str, part: str) -> str:
-        """The key on disk of a part."""
-        scale = self.scales.format(key=key, module=key.removesuffix(".weight"))
-        return scale if part == "_scale_inv" else key + part
+    encode: Callable[[str], Callable[[Tensor], Encoded]]  # what quantizes a tensor, by its key
+    plain: str = r"$^"
+    scale: str = "{key}_scale_inv"
+    fields: dict[str, Any] = field(default_factory=dict)  # of config.json
+    sizes: dict[str, Any] = field(default_factory=dict)
 
 
-def _fp8(
-    block: tuple[int, int] | None = (16, 24),
-    scale_dtype: Any = torch.float32,
-    modules_to_not_convert: list[str] | None = None,
-) -> Maker:
-    """DeepSeek's block FP8; `block=None` is a scale a tensor."""
-    kept = modules_to_not_convert
+def fp8(block: tuple[int, int], *kept: str, **fields: Any) -> Maker:
+    """DeepSeek's block FP8."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-    config |= {"scale_fmt": "ue8m0"} if scale_dtype == "e8m0" else {}
-    config |= {"weight_block_size": block and list(block), "modules_to_not_convert": kept}
-    plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
-
-    def encode(weight: Tensor) -> Encoded:
-        return encode_fp8(weight, block or weight.shape, "_scale_inv", scale_dtype)
-
-    return Maker(config, lambda key: encode, plain)
+    config |= {"weight_block_size": [*block], "modules_to_not_convert": [*kept]}
+    plain = "|".join(re.escape(name) + r"\." for name in kept) or r"$^"
+    return Maker(config, lambda key: partial(encode_fp8, block=block), plain, fields=fields)
 
 
-def _mxfp8() -> Maker:
-    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    encode = partial(encode_fp8, block=(1, 32), end="_scale_inv", scale_dtype=torch.uint8)
-    return Maker(config, lambda key: encode, r"self_attn")
-
-
-def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
+def compressed(form: str, weights: dict[str, Any], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
     own = {"dynamic": False, "symmetric": True, "actorder": None, **weights}
     return {
@@ -310,87 +225,53 @@ def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[st
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": own, "format": form}},
-        "ignore": ignore,
+        "ignore": [*ignore],
         "kv_cache_scheme": None,
     }
 
 
-_IGNORE = ["lm_head", "re:.*mlp.gate$"]
+def _fp4_or_fp8(key: str) -> Callable[[Tensor], Encoded]:
+    return encode_fp4 if ".experts." in key else partial(encode_fp8, block=(16, 24), e8m0=True)
 
 
-def _compressed_fp8(strategy: str = "channel", block: tuple[int, int] = (16, 24)) -> Maker:
-    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
-    weights |= {"block_structure": list(block)} if strategy == "block" else {}
-
-    def encode(weight: Tensor) -> Encoded:
-        sizes = {"channel": (1, weight.shape[1]), "tensor": weight.shape, "block": block}
-        parts, values = encode_fp8(weight, sizes[strategy], "_scale", torch.bfloat16)
-        if strategy == "tensor":
-            parts["_scale"] = parts["_scale"].reshape(1)
-        return parts, values
-
-    return Maker(compressed("float-quantized", weights, _IGNORE), lambda key: encode)
-
-
-def _int4(group: int | None = 32) -> Maker:
-    """Kimi-K2-Thinking's: routed experts only."""
-    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": group}
-    weights["strategy"] = "group" if group else "channel"
-    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
-    ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
-    encode = partial(encode_int, bits=4, group=group)
-    plain = r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj"
-    return Maker(compressed("pack-quantized", weights, ignore), lambda key: encode, plain)
-
-
-def _nvfp4() -> Maker:
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    names = {"factor_name": "_global_scale", "codes_name": "_packed"}
-    encode = partial(encode_nvfp4, **names, divide=True)
-    return Maker(compressed("nvfp4-pack-quantized", weights, _IGNORE), lambda key: encode)
-
-
-def _modelopt(algorithm: str) -> Maker:
-    weights: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
-    if algorithm == "NVFP4":
-        weights |= {"num_bits": 4, "group_size": 16}
-    config = {
-        "quant_method": "modelopt",
-        "quant_algo": algorithm,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-    }
-
-    def encode(weight: Tensor) -> Encoded:
-        if algorithm == "NVFP4":
-            return encode_nvfp4(weight, "_scale_2", "", divide=False)
-        parts, values = encode_fp8(weight, weight.shape, "_scale")
-        return parts | {"_scale": parts["_scale"].reshape(())}, values
-
-    return Maker(config, lambda key: encode)
-
-
-def _mxfp4() -> Maker:
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": [*kept, "lm_head"]}
-    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
-
-
-def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
-    """FP4 experts and block FP8 for the rest, with exponents under DeepSeek's own names."""
-    rest = _fp8(block, "e8m0")
-    del rest.config["modules_to_not_convert"]
-    return Maker(
-        rest.config,
-        lambda key: encode_fp4 if ".experts." in key else rest.encode(key),
-        r"\.ape$|tid2eid",
-        scales="{module}.scale",
-        says={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},
-    )
-
-
-METHODS: dict[str, Callable[..., Maker]] = {
-    "fp8": _fp8, "mxfp8": _mxfp8, "compressed-fp8": _compressed_fp8, "int4": _int4,
-    "nvfp4": _nvfp4, "mxfp4": _mxfp4, "deepseek-v4": _deepseek_v4,
-    "modelopt-nvfp4": partial(_modelopt, "NVFP4"), "modelopt-fp8": partial(_modelopt, "FP8"),
+_NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+_WIDE = {"moe_intermediate_size": 96}
+_MODELOPT = {
+    "quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {"weights": _NVFP4, "targets": ["Linear"]}},
 }  # fmt: skip
+CASES = {
+    "deepseek_v3 fp8": fp8((16, 24), num_nextn_predict_layers=1),
+    "qwen3_moe fp8": fp8((8, 8)),  # whole blocks alone, as stock transformers wants them
+    "glm4v_moe fp8": fp8((16, 24), "visual", "model.visual"),
+    "gpt_oss mxfp4": Maker(
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+        lambda key: encode_mxfp4,
+        r"^(?!.*experts)",
+    ),
+    "deepseek_v3 int4": Maker(  # Kimi-K2-Thinking's: routed experts only
+        compressed("pack-quantized", _INT4, ["re:.*self_attn.*", "re:.*shared_experts.*"]),
+        lambda key: encode_int,
+        r"self_attn|shared_experts|mlp\.(gate|up|down)_proj",
+        sizes=_WIDE,
+    ),
+    "qwen3_moe nvfp4": Maker(
+        compressed("nvfp4-pack-quantized", {**_NVFP4, "strategy": "tensor_group"}, ["lm_head"]),
+        lambda key: partial(encode_nvfp4, factor_name="_global_scale", codes_name="_packed"),
+        sizes=_WIDE,
+    ),
+    "qwen3_moe modelopt nvfp4": Maker(
+        _MODELOPT,
+        lambda key: partial(encode_nvfp4, factor_name="_scale_2", codes_name=""),
+        sizes=_WIDE,
+    ),
+    "deepseek_v4 fp4": Maker(  # the rest is FP8, with exponents under names of its own
+        {**fp8((16, 24)).config, "scale_fmt": "ue8m0"},
+        _fp4_or_fp8,
+        r"\.ape$|tid2eid",
+        scale="{module}.scale",
+        fields={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},
+        sizes=_WIDE,
+    ),
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from training import packed
 
 import moe_qlora
-from moe_qlora.layout import ModelLayout
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 # Per expert and fused on disk, transposed, biased, shared experts, two banks, 2-D, no gate, experts
@@ -34,30 +32,21 @@ RUN_BY_STOCK = [name for name in TYPES if name != "dbrx"]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@dataclass
-class Case:
-    """A packed model, and its expert stacks."""
-
-    model_type: str
-    base: Any
-    layout: ModelLayout
-
-
 @pytest.fixture(scope="module")
-def case(request: pytest.FixtureRequest) -> Case:
-    """The case of one architecture, which its tests share: they adapt copies of the base."""
-    base = packed(request.param, seed=1)
-    layout = moe_qlora.detect(base)
+def base(request: pytest.FixtureRequest) -> Any:
+    """The packed model of one architecture, of which tests adapt copies."""
+    model = packed(request.param, seed=1)
+    layout = moe_qlora.detect(model)
     assert len(layout.packed) == len(layout) > 1
-    return Case(request.param, base, layout)
+    return model
 
 
-def attention_linears(case: Case) -> list[str]:
+def attention_linears(base: Any) -> list[str]:
     """Names of the text layers' Linear layers outside every feed-forward block."""
-    routers = {router.name for router in case.layout.routers}
+    routers = {router.name for router in moe_qlora.detect(base).routers}
     return [
         name
-        for name, module in case.base.named_modules()
+        for name, module in base.named_modules()
         if type(module) is nn.Linear
         and any(part in name for part in ("attn", "attention", "mixer.", "mamba"))
         and not any(part in name for part in ("vision", "visual", "audio", "indexer"))
@@ -66,19 +55,19 @@ def attention_linears(case: Case) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", TYPES, indirect=True)
-def test_lora_on_every_projection_on_one_and_on_attention(case: Case) -> None:
+@pytest.mark.parametrize("base", TYPES, indirect=True)
+def test_lora_on_every_projection_on_one_and_on_attention(base: Any) -> None:
     """Logits and all gradients are those of decoded W + s B A on plain loops."""
-    everything = moe_qlora.target_parameters(case.base)
-    assert set(everything) == {name for param in case.layout for name in param.names}
-    one = moe_qlora.target_parameters(case.base, roles=[case.layout.experts[0].role])
+    layout, everything = moe_qlora.detect(base), moe_qlora.target_parameters(base)
+    assert set(everything) == {name for param in layout for name in param.names}
+    one = moe_qlora.target_parameters(base, roles=[layout.experts[0].role])
     for parameters in (everything, one, None):
-        modules = attention_linears(case) if parameters is None else []
+        modules = attention_linears(base) if parameters is None else []
         if not (modules or parameters):
             continue
-        oracle = Oracle(decoded(case.base), 1e-5)
+        oracle = Oracle(decoded(base), 1e-5)
         config = LoraConfig(r=3, lora_alpha=7, target_modules=modules, target_parameters=parameters)
-        model: Any = moe_qlora.get_peft_model(copy.deepcopy(case.base), config)
+        model: Any = moe_qlora.get_peft_model(copy.deepcopy(base), config)
         names = parameters or [f"{name}.weight" for name in modules]
         assert set(factors_of(model, "default")) == set(names)
         plain = oracle.run(model)[0]
@@ -87,17 +76,17 @@ def test_lora_on_every_projection_on_one_and_on_attention(case: Case) -> None:
         oracle.train(model, "default")
 
 
-def unpacked(case: Case) -> Any:
+def unpacked(base: Any) -> Any:
     """The same weights, decoded, in a model that was never packed: what stock PEFT adapts."""
-    model, twin = tiny_model(case.model_type, seed=1), decoded(case.base)
-    for param in case.layout:
+    model, twin = tiny_model(base.config.model_type, seed=1), decoded(base)
+    for param in moe_qlora.detect(base):
         model.get_parameter(param.name).data.copy_(twin.get_parameter(param.name))
     return decoded(model)  # on the loop over experts
 
 
 @torch.no_grad()
-def run(model: Any, case: Case) -> Tensor:
-    return model(**tiny_inputs(case.base), use_cache=False)[0]
+def run(model: Any, base: Any) -> Tensor:
+    return model(**tiny_inputs(base), use_cache=False)[0]
 
 
 def files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,25 +97,25 @@ def files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: (value.shape, value.dtype) for name, value in tensors.items()}, ordered
 
 
-@pytest.mark.parametrize("case", RUN_BY_STOCK, indirect=True)
-def test_files_are_those_of_stock_peft_and_go_both_ways(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", RUN_BY_STOCK, indirect=True)
+def test_files_are_those_of_stock_peft_and_go_both_ways(base: Any, tmp_path: Path) -> None:
     # dt_proj: unless a model is quantized, Mamba's own forward reads the weight and misses LoRA.
-    modules = [n for n in attention_linears(case) if not n.endswith("dt_proj")][:3]
-    names = moe_qlora.target_parameters(case.base)
+    modules = [n for n in attention_linears(base) if not n.endswith("dt_proj")][:3]
+    names = moe_qlora.target_parameters(base)
     config = LoraConfig(r=3, lora_alpha=7, target_modules=modules, target_parameters=names)
-    ours = moe_qlora.get_peft_model(copy.deepcopy(case.base), config)
-    stock = peft.get_peft_model(unpacked(case), copy.deepcopy(config))
+    ours = moe_qlora.get_peft_model(copy.deepcopy(base), config)
+    stock = peft.get_peft_model(unpacked(base), copy.deepcopy(config))
     for model, seed, folder in ((ours, 2, "ours"), (stock, 5, "stock")):
         fill(model, seed, 0.07).save_pretrained(tmp_path / folder, save_embedding_layers=False)
     assert files(tmp_path / "ours") == files(tmp_path / "stock")
 
     # The files differ in their values alone, so that what loads one loads the other: each loads the
     # other's in every second family.
-    if TYPES.index(case.model_type) % 2:
-        again = moe_qlora.load_adapter(copy.deepcopy(case.base), str(tmp_path / "stock"))
+    if TYPES.index(base.config.model_type) % 2:
+        again = moe_qlora.load_adapter(copy.deepcopy(base), str(tmp_path / "stock"))
         saved, other = stock, ours
     else:
-        again = peft.PeftModel.from_pretrained(unpacked(case), tmp_path / "ours")
+        again = peft.PeftModel.from_pretrained(unpacked(base), tmp_path / "ours")
         saved, other = ours, stock
-    output = run(again, case)
-    assert close(output, run(saved, case)) and not close(output, run(other, case), 1e-4)
+    output = run(again, base)
+    assert close(output, run(saved, base)) and not close(output, run(other, base), 1e-4)

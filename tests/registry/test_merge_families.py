@@ -78,44 +78,33 @@ def on_disk(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_plain_base_gives_what_stock_peft_merges_in_memory(model_type, tmp_path):
-    model: Any = testing.tiny_model(model_type)
-    kind, inputs = type(model), testing.tiny_inputs(model)
-    model.save_pretrained(tmp_path / "base")
-    adapted = adapt(model, tmp_path / "adapter")
-    merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert on_disk(tmp_path / "out") == on_disk(tmp_path / "base")
-    loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    merged = adapted.merge_and_unload()
-    assert_close(loaded.state_dict(), merged.state_dict())
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs)[0], merged(**inputs)[0], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_packed_base_and_like_training_give_what_is_merged_in_memory(model_type, tmp_path):
-    testing.tiny_model(model_type).save_pretrained(tmp_path / "base")
+def test_merging_on_disk_is_merging_in_memory(model_type, tmp_path):
+    """Into a plain base as stock PEFT does; into a packed one, or like it, as it was trained."""
+    plain: Any = testing.tiny_model(model_type)
+    kind, inputs = type(plain), testing.tiny_inputs(plain)
+    plain.save_pretrained(tmp_path / "base")
     model = packed(model_type, SETTINGS["int8" if model_type in ("mixtral", "gpt_oss") else "nf4"])
     model.save_pretrained(tmp_path / "packed")
     experts = moe_qlora.target_parameters(model)
-    adapted = adapt(model, tmp_path / "adapter")
-    how: dict[str, Any] = {"one": {}, "two": {"like_training": True}, "exact": {}}
-    for out, options in how.items():
+    trained = adapt(model, tmp_path / "adapter").merge_and_unload()
+    stock: Any = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    for out, options in {"one": {}, "two": {"like_training": True}, "exact": {}}.items():
         base = tmp_path / ("packed" if out == "one" else "base")
         merge_adapter(base, tmp_path / "adapter", tmp_path / out, **options)
-    assert on_disk(tmp_path / "one") == on_disk(tmp_path / "base") == on_disk(tmp_path / "two")
+        assert on_disk(tmp_path / out) == on_disk(tmp_path / "base")
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     assert all(torch.equal(value, two[key]) for key, value in one.items())
-    merged = adapted.merge_and_unload()
-    loaded, exact = (
-        type(merged).from_pretrained(tmp_path / name).state_dict() for name in ("one", "exact")
-    )
-    assert_close(loaded, merged.state_dict())
+    exact, report = kind.from_pretrained(tmp_path / "exact", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert_close(exact.state_dict(), stock.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(exact(**inputs)[0], stock(**inputs)[0], rtol=0, atol=2e-5)
+    loaded, wanted = (m.state_dict() for m in (kind.from_pretrained(tmp_path / "one"), trained))
+    assert_close(loaded, wanted)
     for name in experts:
         if loaded[name].dim() == 3:  # the same sums, in the same order
-            assert torch.equal(loaded[name], merged.state_dict()[name]), name
-        assert not torch.allclose(loaded[name], exact[name], rtol=0, atol=1e-5), name
+            assert torch.equal(loaded[name], wanted[name]), name
+        assert not torch.allclose(loaded[name], exact.get_parameter(name), rtol=0, atol=1e-5), name
 
 
 def test_tied_experts_take_one_adapter(tmp_path: Path) -> None:

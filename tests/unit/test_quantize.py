@@ -15,7 +15,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -31,7 +31,7 @@ from moe_qlora.errors import (
 from moe_qlora.hf import fill
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, unpack
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 from moe_qlora.testing import tiny_model
 
 NAMES = [
@@ -42,14 +42,8 @@ NAMES = [
 IDS = torch.arange(24).view(2, 12)
 
 
-def tiny(dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, vocab_size=64, **kwargs,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def tiny(dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> Any:
+    return tiny_model("qwen3_moe", dtype=dtype, **sizes)
 
 
 def nf4(**kwargs: Any) -> BitsAndBytesConfig:
@@ -58,11 +52,7 @@ def nf4(**kwargs: Any) -> BitsAndBytesConfig:
 
 
 def stacks(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in NAMES:
-        module, _, parameter = name.rpartition(".")
-        found[name] = getattr(model.get_submodule(module), parameter).detach()
-    return found
+    return {name: getattr(*parametrize.owner_of(model, name)).detach() for name in NAMES}
 
 
 def packed_by_hand(model: nn.Module, settings: CodecSettings) -> dict[str, torch.Tensor]:
@@ -89,13 +79,11 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
-def case(request: pytest.FixtureRequest) -> tuple[BitsAndBytesConfig, CodecSettings]:
-    return CONFIGS[request.param]
+EVERY = pytest.mark.parametrize(("config", "settings"), CONFIGS.values(), ids=CONFIGS)
 
 
-def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> None:
-    config, settings = case
+@EVERY
+def test_packs_every_stack(config: BitsAndBytesConfig, settings: CodecSettings) -> None:
     model = tiny()
     expected, asked = packed_by_hand(model, settings), config.to_dict()
     sizes = [weight.nbytes for weight in stacks(model).values()]
@@ -106,13 +94,17 @@ def test_packs_every_stack(case: tuple[BitsAndBytesConfig, CodecSettings]) -> No
     assert [row.bytes_before for row in report.rows] == sizes
     held = [parametrize.read_packed(module, name).nbytes for _, module, name in packed(model)]
     assert [row.bytes_after for row in report.rows] == held and report.bytes_after == sum(held)
+    assert held == [packed_nbytes(weight.shape, settings) for weight in expected.values()]
     assert "4 expert parameters quantized" in str(report)
     assert model.config.quantization_config is not config
 
 
-def test_a_second_call_changes_nothing() -> None:
+def test_none_means_the_models_own_config_and_a_second_call_changes_nothing() -> None:
     model = tiny()
-    quantize_experts(model, nf4())
+    model.config.quantization_config = nf4().to_dict()
+    expected = packed_by_hand(model, CodecSettings("nf4", True))
+    quantize_experts(model)
+    assert_stacks(model, expected)
     before = [parametrize.original_of(module, name) for _, module, name in packed(model)]
     attributes = {key: id(value) for key, value in model.__dict__.items()}
     report = quantize_experts(model)
@@ -142,8 +134,8 @@ def test_each_stack_is_released_as_soon_as_it_is_packed() -> None:
     assert seen == [*((i, 4, name) for i, name in enumerate(NAMES)), (4, 4, "")]
 
 
-def test_the_model_says_what_a_bitsandbytes_model_says(case: Any) -> None:
-    config, settings = case
+@EVERY
+def test_the_model_says_what_a_bitsandbytes_model_says(config: Any, settings: Any) -> None:
     model, buffers = tiny(), sum(buffer.nbytes for buffer in tiny().buffers())
     count, footprint = model.num_parameters(), model.get_memory_footprint()
     report = quantize_experts(model, config)
@@ -160,8 +152,8 @@ def test_the_model_says_what_a_bitsandbytes_model_says(case: Any) -> None:
             cast()
 
 
-def test_dequantize_gives_back_a_plain_model_also_of_a_copy(case: Any) -> None:
-    config, settings = case
+@EVERY
+def test_dequantize_gives_back_a_plain_model_also_of_a_copy(config: Any, settings: Any) -> None:
     model = tiny()
     names, expected = list(model.state_dict()), packed_by_hand(model, settings)
     quantize_experts(model, config)
@@ -180,27 +172,8 @@ def test_dequantize_gives_back_a_plain_model_also_of_a_copy(case: Any) -> None:
     assert stacks(model.dequantize(torch.float32))[NAMES[0]].dtype == torch.float32
 
 
-def test_none_means_the_models_own_config() -> None:
-    model = tiny()
-    model.config.quantization_config = nf4().to_dict()
-    expected = packed_by_hand(model, CodecSettings("nf4", True))
-    quantize_experts(model)
-    assert_stacks(model, expected)
-
-
 # Names that start as others do, expressions, and what is none.
-PATTERNS = [
-    "model.layers.0",
-    "layers.0",
-    "experts",
-    "0",
-    "mlp",
-    "lay",
-    r"layers\.\d",
-    ".*mlp",
-    "^mlp",
-]
-PATTERNS += ["model.layers.*.experts.gate_up_proj", "model.layers.0.mlp.gate", "down_proj$", "["]
+PATTERNS = ["model.layers.0", "experts", "lay", r"layers\.\d", "^mlp", "down_proj$", "["]
 
 
 @pytest.mark.filterwarnings("ignore:llm_int8_skip_modules names")  # what matches nothing
@@ -267,21 +240,14 @@ def holding(value: float) -> Callable[[nn.Parameter], None]:
     return lambda weight: weight.data.__setitem__((2, 1, 5), value)
 
 
-def last(change: Callable[[nn.Parameter], nn.Parameter | None]) -> Callable[[Any], None]:
-    """A change of the last stack, which may be another one then."""
+def spoiled(change: Callable[[Any], Any], of: str = "down_proj") -> Callable[[], Any]:
+    """A model after a change of its last stack, which may be another one then, or of it ("")."""
 
-    def spoil(model: Any) -> None:
-        stacks = model.get_submodule("model.layers.1.mlp.experts")._parameters
-        changed = change(stacks["down_proj"])
-        stacks["down_proj"] = stacks["down_proj"] if changed is None else changed
-
-    return spoil
-
-
-def model_with(spoil: Callable[[Any], None]) -> Callable[[], Any]:
     def make() -> Any:
         model = tiny()
-        spoil(model)
+        stacks = model.get_submodule("model.layers.1.mlp.experts")._parameters
+        changed = change(stacks[of] if of else model)
+        stacks |= {} if changed is None else {of: changed}
         return model
 
     return make
@@ -301,19 +267,16 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
     ),
     (packed_model, nf4(bnb_4bit_use_double_quant=False), ConfigError, "asks for nf4:"),
     (packed_model, nf4(**STORED), ConfigError, "stored as bfloat16"),
-    *((model_with(spoil), nf4(), error, words) for spoil, error, words in [
-        (of_gptq, ConfigError, "'gptq'"),
-        (of_other_code, ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
-        (converted, QuantizationError, r"converted model\.layers\.0\.self_attn\.q_proj"),
-        (last(lambda w: nn.Parameter(w.to("meta"))), ODD, f"{NAMES[3]}.*meta device"),
-        (last(zero3), ODD, f"{NAMES[3]}.*ZeRO-3"),
-        (
-            last(lambda w: nn.Parameter(w.detach().as_subclass(Sharded), False)), ODD,
-            f"{NAMES[3]} is a Sharded and no plain tensor",
-        ),
-        (last(lambda w: nn.Parameter(w.double())), ODD, f"{NAMES[3]}.*float64"),
-        (last(holding(torch.nan)), NonFiniteWeightError, f"{NAMES[3]}.*nan{AT}"),
-        (last(holding(1e38)), NonFiniteWeightError, rf"e\+37{AT}"),
+    (spoiled(of_gptq, ""), nf4(), ConfigError, "'gptq'"),
+    (spoiled(of_other_code, ""), nf4(), ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
+    (spoiled(converted, ""), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn"),
+    *((spoiled(change), nf4(), error, rf"{NAMES[3]}.*{words}") for change, error, words in [
+        (lambda w: nn.Parameter(w.to("meta")), ODD, "meta device"),
+        (zero3, ODD, "ZeRO-3"),
+        (lambda w: nn.Parameter(w.detach().as_subclass(Sharded), False), ODD, "is a Sharded"),
+        (lambda w: nn.Parameter(w.double()), ODD, "float64"),
+        (holding(torch.nan), NonFiniteWeightError, rf"nan{AT}"),
+        (holding(1e38), NonFiniteWeightError, rf"e\+37{AT}"),
     ]),
 ]  # fmt: skip
 
@@ -342,13 +305,24 @@ def test_missing_ok_and_what_is_no_conflict() -> None:
         quantize_experts(tiny(), nf4(llm_int8_skip_modules=["layers.7.mlp", "lm_head"]))
 
 
-def test_tied_experts_are_packed_once_and_stay_tied() -> None:
-    model, leaves = tiny(), ("gate_up_proj", "down_proj")
+def test_tied_experts_are_packed_once_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, leaves, attach = tiny(), ("gate_up_proj", "down_proj"), parametrize.attach
     first, second = (layer.mlp.experts for layer in model.model.layers)
     for name in leaves:
         setattr(second, name, getattr(first, name))
+
+    def failing(module: nn.Module, *rest: Any) -> None:
+        if module is second:
+            raise MemoryError
+        attach(module, *rest)
+
+    with monkeypatch.context() as patch:  # under all of its names, or none
+        patch.setattr(parametrize, "attach", failing)
+        with pytest.raises(QuantizationError, match="this one included, are whole"):
+            quantize_experts(model, nf4())
+    assert not packed(model)
     report = quantize_experts(model, nf4())
-    assert [row.name for row in report.rows] == NAMES[:2]
+    assert sorted(row.name for row in report.rows) == sorted(NAMES[:2])
     for name in leaves:
         assert parametrize.original_of(first, name) is parametrize.original_of(second, name)
     assert quantize_experts(model).bytes_after == report.bytes_after
@@ -377,27 +351,6 @@ def test_a_failure_half_way_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     report = quantize_experts(model, nf4())
     assert (len(report.quantized), len(report.already_quantized)) == (2, 2)
     assert_stacks(model, expected)
-
-
-def test_a_tied_weight_is_packed_under_all_of_its_names_or_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, real = tiny(), parametrize.attach
-    first, second = (layer.mlp.experts for layer in model.model.layers)
-    second.down_proj = first.down_proj
-    whole = stacks(model)
-
-    def failing(module: nn.Module, name: str, weight: Any) -> None:
-        if module is second and name == "down_proj":
-            raise MemoryError
-        real(module, name, weight)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(parametrize, "attach", failing)
-        with pytest.raises(QuantizationError, match="this one included, are whole"):
-            quantize_experts(model, nf4())
-    assert not any(name == "down_proj" for _, _, name in packed(model))
-    assert torch.equal(first.down_proj, whole[NAMES[1]])
 
 
 def test_packed_layers_that_are_stored_the_other_way_round_are_refused() -> None:

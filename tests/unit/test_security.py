@@ -81,23 +81,12 @@ class Bomb:
 
 def arm(path: Path, marker: Path) -> None:
     """Give a folder everything by which libraries find code in it; all of it leaves a marker."""
-    code = f"""
-from pathlib import Path
-from transformers import PretrainedConfig, PreTrainedModel
-Path({str(marker)!r}).touch()
-class Config(PretrainedConfig):
-    model_type = "qwen3_moe"
-class Model(PreTrainedModel):
-    config_class = Config
-class Tokenizer: pass
-def generate(*args, **kwargs): pass
-"""
+    code = f"from pathlib import Path; Path({str(marker)!r}).touch()"
     (path / "custom_generate").mkdir()
     for name in ("evil.py", "modeling_evil.py", "custom_generate/generate.py"):
         (path / name).write_text(code)
-    auto_map: dict[str, object] = {"AutoConfig": "evil.Config", "AutoProcessor": "evil.Tokenizer"}
-    auto_map |= dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "evil.Model")
-    auto_map |= {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    autos = ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoProcessor", "AutoTokenizer")
+    auto_map = dict.fromkeys(autos, "evil.Model")
     mapping = {"base_model_class": "Model", "parent_library": "evil"}
     for name, more in (
         ("config.json", {"custom_pipelines": {"x": {"impl": "evil.Model"}}}),
@@ -174,13 +163,11 @@ READERS = {
 }
 
 
-def check_refused(result: tuple[int, str, str]) -> None:
+def check_refused(result: tuple[int, str, str], words: str = "") -> None:
     code, _, err = result
-    assert code in (1, 2)
-    assert err.startswith(("error: ", "damaged: "))
-    assert err.endswith((".\n", ")\n"))
-    assert err.count("\n") == 1
-    assert len(err) < 2000
+    assert code in (1, 2) and err.startswith(("error: ", "damaged: "))
+    assert err.endswith((".\n", ")\n")) and err.count("\n") == 1
+    assert len(err) < 2000 and words in err
 
 
 @pytest.mark.parametrize("file", READERS)
@@ -197,29 +184,23 @@ def test_a_file_that_is_too_long_is_not_read(called, folder):
     with (folder / "source/config.json").open("ab") as handle:
         handle.truncate(1 << 30)  # it has holes, and takes no room
     for name in ("dump", "merge", "quantize"):
-        result = called(name)
-        check_refused(result)
-        assert "is longer than" in result[2]
+        check_refused(called(name), "is longer than")
+
+
+BASE = {"name": "base", "fields": {}, "bits": {"lm_head.weight": "0x1"}}
 
 
 @pytest.mark.parametrize(
-    "words", ["no regular expression", "target_parameters", "model.layers.1.", "base.bits."]
+    ("file", "fields", "words"),
+    [
+        ("adapter_config", {"rank_pattern": {"[": 4}}, "no regular expression"),
+        ("adapter_config", {"target_parameters": "["}, "target_parameters"),
+        (NOTE, {"base": BASE}, "base.bits."),
+    ],
 )
-def test_adapter_files_that_no_one_wrote_are_one_sentence(called, folder, words):
-    config, note = (folder / "adapter" / f"{n}.json" for n in ("adapter_config", NOTE))
-    if words == "no regular expression":
-        set_json(config, rank_pattern={"[": 4})
-    elif words == "target_parameters":
-        set_json(config, target_parameters="[")
-    elif words == "model.layers.1.":  # of more layers than the base
-        set_json(folder / "source/config.json", num_hidden_layers=1, layer_types=None)
-        set_json(note, base=None)
-    else:
-        base = json.loads(note.read_text())["base"]
-        set_json(note, base={**base, "bits": dict.fromkeys(base["bits"], "0x1")})
-    result = called("merge")
-    check_refused(result)
-    assert words in result[2]
+def test_adapter_files_that_no_one_wrote_are_one_sentence(called, folder, file, fields, words):
+    set_json(folder / f"adapter/{file}.json", **fields)
+    check_refused(called("merge"), words)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +209,6 @@ def test_adapter_files_that_no_one_wrote_are_one_sentence(called, folder, words)
         ("export", "adapter/README.md"),
         ("export", f"adapter/{NOTE}.json"),
         ("merge", "source/config.json"),
-        ("merge", "source/additional_chat_templates/tool.jinja"),
         ("quantize", "source/additional_chat_templates"),
         ("quantize", "source/model.safetensors.index.json"),
     ],
@@ -271,7 +251,6 @@ def test_visible():
 def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder):
     source = folder / f"s{EVIL}"
     (folder / "source").rename(source)
-    index = source / "model.safetensors.index.json"
     set_json(source / "config.json", quantization_config={"quant_method": EVIL})
     for name, *more in (("dump", "--why"), ("plan", "--seq", "64"), ("quantize", folder / "new")):
         code, out, err = cli(name, source, *more)
@@ -280,9 +259,9 @@ def test_names_of_tensors_files_folders_and_values_reach_no_terminal(cli, folder
     code, out, err = cli("dump", source, "--color", "always")
     assert SEEN in out and "\x1b[33m" in out
     set_json(source / "config.json", quantization_config=None)
-    content = json.loads(index.read_text())
-    content["weight_map"] |= {EVIL: next(iter(content["weight_map"].values())), "other": EVIL}
-    index.write_text(json.dumps(content))
+    index = source / "model.safetensors.index.json"
+    held = json.loads(index.read_text())["weight_map"]
+    set_json(index, weight_map={**held, EVIL: next(iter(held.values())), "other": EVIL})
     save_file({f"{EVIL}[red]": torch.full((2, 2), float("nan"))}, source / f"{EVIL}.safetensors")
     for arguments in (
         ["verify", source], ["verify", source, "--json"], ["quantize", source, folder / "other"],

@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from folders import bits, check_folder, contents
-from tqdm.std import tqdm
 from training import loaded, packed
+from transformers.utils import logging
 
 from moe_qlora.checkpoint import folder as staging
 from moe_qlora.checkpoint.folder import left_behind
@@ -86,8 +85,7 @@ def disk_full() -> None:
 def forked(work: Callable[[], object]) -> int:
     """Do `work` in a copy of this process, which says nothing; return its exit status.
 
-    Its tqdm has a lock of its own: the stock one is a semaphore between processes, which a copy
-    that dies while it draws would keep for ever.
+    It draws no bar: tqdm's lock is between processes, and a copy that dies would keep it for ever.
     """
     pid = os.fork()
     if pid:
@@ -98,10 +96,7 @@ def forked(work: Callable[[], object]) -> int:
         os.dup2(null, 1)
         os.dup2(null, 2)
         torch.set_num_threads(1)  # the others are not copied
-        lock, classes = threading.RLock(), [tqdm]
-        for cls in classes:
-            cls.set_lock(lock)
-            classes += cls.__subclasses__()
+        logging.disable_progress_bar()
         work()
         status = 0
     finally:
@@ -163,7 +158,7 @@ def stopped(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("existing", "step"), [(False, 5), (True, 3)], ids=["new folder", "existing folder"]
+    ("existing", "step"), [(False, 7), (True, 5)], ids=["new folder", "existing folder"]
 )
 def test_killed_before_changes_of_the_disk(saves, tmp_path, existing, step):
     seen = []
@@ -172,7 +167,7 @@ def test_killed_before_changes_of_the_disk(saves, tmp_path, existing, step):
         seen.append(holds)
         if holds == "new" and seen.count("new") == 1:
             assert bits(loaded(saves.folder, None, dtype="auto")) == bits(saves.models[1])
-        if stop % 8 == 0 or holds == "new":
+        if stop % 4 == 0 or holds == "new":
             saves.again(existing)
     # Everything in its order, and nothing twice: old (or none), then new.
     order = ["old", "new"] if existing else ["none", "new"]
@@ -184,13 +179,13 @@ def test_killed_before_changes_of_the_disk(saves, tmp_path, existing, step):
 @pytest.mark.filterwarnings("ignore")
 def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, tmp_path):
     refused, stuck = [], 0
-    for stop, status, holds in stopped(saves, tmp_path, True, disk_full, 3):
+    for stop, status, holds in stopped(saves, tmp_path, True, disk_full, 5):
         assert status == REFUSED or (status, holds) == (0, "new"), f"at change {stop}"
         refused += [holds] if status == REFUSED else []
         if saves.staged():  # its removal was what failed: the next save removes it
             stuck += 1
             saves.again(True)
-    assert refused.count("old") > 5
+    assert refused.count("old") > 3
     # the rest are folders that exist already, and files removed at the end
-    assert len(refused) > 0.6 * stop / 3
+    assert len(refused) > 0.6 * stop / 5
     assert stuck <= 1

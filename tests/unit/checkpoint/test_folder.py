@@ -80,9 +80,9 @@ UNREAD = [
     (sharded(a=1, b=1), r"m-1\.safetensors does not hold b"),
     (sharded(a=1, b=3), r"m-3\.safetensors"),
     (sharded(a=1, b=2, c=4), r"a is in m-1\.safetensors as well"),
-    *((sharded(a=1, b=name), "only files of the folder") for name in TRICKS[::3]),
+    *((sharded(a=1, b=name), "only files of the folder") for name in TRICKS),
     (sharded(a=1, b="x" * 5000), "too long"),
-    *((sharded(**weight_map), r"index\.json") for weight_map in ({}, {"a": None}, {"a": []})),
+    *((sharded(**weight_map), r"index\.json") for weight_map in ({}, {"a": None})),
 ]
 
 
@@ -135,9 +135,7 @@ CUT = r": download incomplete, \d+ of \d+ bytes"
     [
         (header(lambda h: h["w"].update(dtype="F13")), ""),
         (header(lambda h: h["w"].update(shape=[2, 4])), ""),
-        (header(lambda h: h["w"].update(shape=[-2, -3])), ""),
         (header(lambda h: h["w"].update(data_offsets=[8, 32])), ""),
-        (header(lambda h: h.update(v=dict(h["w"]))), ""),
         (lambda raw: raw[:7], CUT),
         (lambda raw: raw[:20], CUT),
         (lambda raw: raw[:-1], CUT),

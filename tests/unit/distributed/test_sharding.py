@@ -31,16 +31,10 @@ from moe_qlora.testing import tiny_model
 from moe_qlora.train.layers import LayerRunner, decoder_layers
 from tests.helpers import training
 
-SETTINGS = {
-    "nf4 double": training.NF4,
-    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
-    "int8": {"load_in_8bit": True},
-}
 
-
-def packed(settings):
+def packed(settings="nf4"):
     sizes = {"hidden_size": 48, "moe_intermediate_size": 40}
-    return training.packed("qwen3_moe", SETTINGS[settings], seed=0, **sizes)
+    return training.packed("qwen3_moe", training.SETTINGS[settings], seed=0, **sizes)
 
 
 def experts(model):
@@ -75,12 +69,12 @@ def test_evaluation_leaves_linear_layers_as_they_were(tmp_path):
     assert embedded.grad is not None and bool(embedded.grad.any())
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", ["nf4", "fp4", "bf16 storage", "int8"])
 def test_the_layout_changes_parameters_and_nothing_else(settings):
     model = packed(settings)
     before, weights = logits(model), experts(model)
     kinds = [param.packed for param in moe_qlora.detect(model).experts]
-    assert set(kinds) == {settings.split(maxsplit=1)[0]}
+    assert set(kinds) == {settings.replace("bf16 storage", "nf4")}
     copies = copy.deepcopy(model)
     assert moe_qlora.prepare_sharding(copies) is copies
     assert [param.packed for param in moe_qlora.detect(copies).experts] == kinds
@@ -105,7 +99,7 @@ def test_the_layout_changes_parameters_and_nothing_else(settings):
 
 
 def test_a_weight_of_two_modules_is_laid_out_once():
-    _, module, name = next(parametrize.iter_packed(packed("nf4 double")))
+    _, module, name = next(parametrize.iter_packed(packed()))
     tied, weight = nn.ModuleList([nn.Module(), nn.Module()]), parametrize.read_packed(module, name)
     weight.owner = None
     for part in tied:
@@ -129,10 +123,9 @@ class Partitioned(dict):
         return self.whole[name]
 
 
-@pytest.mark.parametrize("settings", ["nf4 double", "int8"])
-def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing(settings):
+def test_what_a_forward_reads_is_gathered_and_the_first_line_reads_nothing():
     """One rank alone says the line: others would wait for what it gathers."""
-    model = packed(settings)
+    model = packed()
     weights = experts(model)
     moe_qlora.prepare_sharding(model)
     gathered = []
@@ -181,13 +174,12 @@ def test_linear_layers(form):
         assert [n for n, p in again.named_parameters() if p.is_floating_point()] == ["0.bias"]
 
 
-@pytest.mark.parametrize("settings", ["nf4 double", "int8"])
 @pytest.mark.filterwarnings("ignore")  # rounding, of stock PEFT
-def test_adapters_merge_as_in_a_single_process(tmp_path, settings):
+def test_adapters_merge_as_in_a_single_process(tmp_path):
     tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40).save_pretrained(tmp_path)
     results = []
     for prepare in (False, True):
-        model = training.adapted(training.loaded(tmp_path, SETTINGS[settings]))
+        model = training.adapted(training.loaded(tmp_path))
         if prepare:
             moe_qlora.prepare_sharding(model)
         results.append([logits(model)])
@@ -237,33 +229,27 @@ def test_codes_are_gathered_as_they_are(mesh, request):
     assert fsdp_param.FSDPParam.__init__ is stock
 
 
-@pytest.mark.parametrize(
-    ("is_distributed", "current", "devices", "own"),
-    [
+def test_rank_3_does_not_load_to_the_first_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: 3)
+    for is_distributed, current, devices, own in (
         (True, 0, 4, 3),
         (False, 0, 4, None),
         (True, 2, 4, None),  # the program has set one
         (True, 0, 1, None),  # each rank sees its own device alone
-    ],
-)
-def test_rank_3_does_not_load_to_the_first_device(
-    is_distributed, current, devices, own, monkeypatch
-):
-    monkeypatch.setattr(ranks, "runs_distributed", lambda: is_distributed)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: 3)
-    assert ranks.own_device() == own
+    ):
+        monkeypatch.setattr(ranks, "runs_distributed", lambda one=is_distributed: one)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda one=current: one)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda one=devices: one)
+        assert ranks.own_device() == own
 
 
-@pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])
-def test_what_packed_experts_do_not_support_is_refused(field):
+def test_what_packed_experts_do_not_support_is_refused():
     RankLoad(DistributedConfig()).begin(dict)
     assert RankLoad(SimpleNamespace(fsdp_size=2)).shards  # of an older transformers
-    asked = SimpleNamespace(**{field: 2})
-    with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
-        RankLoad(asked).begin(dict)
+    for field in ("tp_size", "pp_size", "ep_size"):
+        with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
+            RankLoad(SimpleNamespace(**{field: 2})).begin(dict)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

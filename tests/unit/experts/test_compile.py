@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
-from tests.helpers.mxfp4 import write_gpt_oss
+from tests.helpers.prequantized import write_both
 from tests.helpers.training import NF4, SETTINGS, adapted, loaded
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -52,7 +52,8 @@ def packed(folder: Path, model_type: str, codes: str, dtype: torch.dtype = torch
     """A model of packed experts and Linear layers, with LoRA on both."""
     layers = 3 if model_type == "deepseek_v3" else 2  # the first of which is dense there
     if codes == "kept":
-        write_gpt_oss(folder, num_hidden_layers=layers, hidden_size=64, intermediate_size=64)
+        sizes = {"num_hidden_layers": layers, "hidden_size": 64, "intermediate_size": 64}
+        write_both(folder, "gpt_oss mxfp4", shards=1, **sizes)
         folder = folder / "maker"
     else:
         tiny_model(model_type, num_hidden_layers=layers, dtype=dtype).save_pretrained(folder)

@@ -19,7 +19,7 @@ from moe_qlora.train import offload as host_memory
 from tests.helpers.delayed import delayed
 from tests.helpers.fitting import token_ids, train, with_lora
 from tests.helpers.folders import bits
-from tests.helpers.mxfp4 import write_gpt_oss
+from tests.helpers.prequantized import write_both
 from tests.helpers.training import NF4, assert_same_training, loaded
 
 INT8 = {"load_in_8bit": True}
@@ -35,7 +35,8 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`plain` and `packed`, and `maker` with MXFP4 experts."""
     root = tmp_path_factory.mktemp("models")
-    write_gpt_oss(root / "gpt_oss", hidden_size=96, intermediate_size=160)
+    sizes = {"hidden_size": 96, "intermediate_size": 160}
+    write_both(root / "gpt_oss", "gpt_oss mxfp4", shards=1, **sizes)
     (root / "gpt_oss" / "maker").rename(root / "maker")
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     model.save_pretrained(root / "plain")

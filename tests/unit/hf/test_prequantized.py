@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,11 @@ from tests.helpers.training import NF4, loaded
 
 FP8 = "deepseek_v3 fp8"
 
-Folders = Callable[[str], Path]
-"""Returns the folder with `maker` and `plain` of a case."""
-
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    root = tmp_path_factory.mktemp("makers")
-
-    def folder(case: str) -> Path:
-        path = root / case
-        return path if path.exists() else write_both(path, case)
-
-    return folder
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `maker` and `plain`."""
+    return write_both(tmp_path_factory.mktemp("makers"), FP8)
 
 
 def load(folder: Path, quantization_config: Any = NF4, **arguments: Any) -> Any:
@@ -60,9 +51,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_load_equals_that_of_the_plain_folder(kind, folders, tmp_path):
-    settings = CASES[kind]
-    folder, config = folders(kind), BitsAndBytesConfig(**settings)
+def test_a_load_equals_that_of_the_plain_folder(kind, fp8, tmp_path):
+    settings, folder = CASES[kind], fp8 if kind == FP8 else write_both(tmp_path, kind)
+    config = BitsAndBytesConfig(**settings)
     before, on_disk = config.to_dict(), (folder / "maker" / "config.json").read_text()
     model, info = load(folder / "maker", quantization_config=config, output_loading_info=True)
     expected, plain_info = load(folder / "plain", settings, output_loading_info=True)
@@ -80,21 +71,13 @@ def test_a_load_equals_that_of_the_plain_folder(kind, folders, tmp_path):
     assert bits(load(tmp_path / "packed", None)) == bits(model)
 
 
-def test_what_would_go_to_disk_is_refused(folders: Folders, tmp_path: Path) -> None:
-    places = {"model": "cpu", "model.layers.1": "disk", "lm_head": "disk"}
-    config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
-    with pytest.raises(ConfigError, match=r"sends model\.layers\.1 to disk, and .*\(fp8\)"):
-        load(folders(FP8) / "maker", config, offload_folder=tmp_path, device_map=places)
-
-
 def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path) -> None:
-    write_both(tmp_path / "even", "qwen3_moe fp8", block=(8, 8))  # stock wants whole blocks
-    folder = tmp_path / "even" / "maker"
+    folder = write_both(tmp_path, "qwen3_moe fp8") / "maker"
     stock = AutoModelForCausalLM.from_pretrained(folder)
     model = load(folder, None)
     assert not packed(model)
     assert bits(model) == bits(stock)
-    assert bits(model) == bits(load(folder.parent / "plain", None))
+    assert bits(model) == bits(load(tmp_path / "plain", None))
     assert model.config.to_dict() == stock.config.to_dict()
     own = FineGrainedFP8Config(weight_block_size=[8, 8], dequantize=True)
     assert bits(load(folder, quantization_config=own)) == bits(stock)
@@ -102,20 +85,19 @@ def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**NF4))
 
 
-@pytest.mark.parametrize("method", ["gptq", "nonsense"])
-def test_a_method_that_is_not_read_is_refused_before_files_are(method, folders, tmp_path):
-    shutil.copytree(folders(FP8) / "maker", tmp_path / "maker")
-    said = {"quant_method": method, "bits": 4}
-    set_json(tmp_path / "maker/config.json", quantization_config=said)
-    if method != "nonsense":  # stock ignores a config that it does not know
-        next((tmp_path / "maker").glob("*.safetensors")).write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=rf"says {method}, which is not read here"):
-        load(tmp_path / "maker")
-
-
-def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
-    folder = folders(FP8) / "maker"
-    state, config = tensors(folder), AutoConfig.from_pretrained(folder)
+def test_what_is_not_read_is_refused(fp8: Path, tmp_path: Path) -> None:
+    places = {"model": "cpu", "model.layers.1": "disk", "lm_head": "disk"}
+    config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
+    with pytest.raises(ConfigError, match=r"sends model\.layers\.1 to disk, and .*\(fp8\)"):
+        load(fp8 / "maker", config, offload_folder=tmp_path, device_map=places)
+    state, config = tensors(fp8 / "maker"), AutoConfig.from_pretrained(fp8 / "maker")
     seen = r"quantized \(fp8\) and is dequantized from safetensors files only"
     with pytest.raises(CheckpointError, match=seen):
         loaded(None, NF4, DeepseekV3ForCausalLM, config=config, state_dict=state)
+    folder = Path(shutil.copytree(fp8 / "maker", tmp_path / "maker"))
+    for method in ("nonsense", "gptq"):
+        set_json(folder / "config.json", quantization_config={"quant_method": method, "bits": 4})
+        with pytest.raises(CheckpointError, match=rf"says {method}, which is not read here"):
+            load(folder)
+        # before files are; stock transformers ignores a method that it does not know
+        next(folder.glob("*.safetensors")).write_bytes(b"damaged")

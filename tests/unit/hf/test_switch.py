@@ -14,6 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from training import NF4, loaded
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -34,7 +35,6 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
 STOCK = {name: AUTO_QUANTIZER_MAPPING[name] for name in ("bitsandbytes_4bit", "bitsandbytes_8bit")}
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 def is_stock() -> bool:
@@ -86,13 +86,15 @@ def test_enable_and_disable_are_a_switch_not_a_count_and_blocks_overlap() -> Non
 
 SETTINGS: list[tuple[dict[str, Any], torch.dtype | None, Any]] = [
     ({"load_in_8bit": True}, torch.bfloat16, "auto"),
-    ({"load_in_4bit": True}, None, None),
+    ({"load_in_4bit": True, "llm_int8_skip_modules": ["layers.0.mlp.experts"]}, None, None),
     (NF4 | {"bnb_4bit_quant_storage": torch.bfloat16}, torch.float16, {"": "cpu"}),
 ]
 
 
 @pytest.mark.parametrize(("settings", "dtype", "device_map"), SETTINGS)
-def test_every_setting(folder: Path, settings: Any, dtype: Any, device_map: Any) -> None:
+def test_every_setting(
+    folder: Path, settings: Any, dtype: Any, device_map: Any, tmp_path: Path
+) -> None:
     arguments = {"dtype": dtype, "device_map": device_map}
     config = BitsAndBytesConfig(**settings)
     before = config.to_dict()
@@ -105,16 +107,9 @@ def test_every_setting(folder: Path, settings: Any, dtype: Any, device_map: Any)
     assert model.is_loaded_in_8bit is ("load_in_8bit" in settings)
     ids = torch.arange(6)[None]
     assert torch.equal(model(ids).logits, reference(ids).logits)
-
-
-def test_a_skipped_layer_reloads_as_it_is(folder: Path, tmp_path: Path) -> None:
-    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
-    with moe_qlora.enabled():
-        model = load(folder, quantization_config=config)
-        model.save_pretrained(tmp_path / "packed")
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert packed(again) == packed(model) != []
-    assert not any(".layers.0." in name for name in packed(model))
+    model.save_pretrained(tmp_path)
+    again = loaded(tmp_path, None, dtype="auto")
+    assert packed(again) == packed(model) and len(packed(model)) == (2 if dtype is None else 4)
     assert bits(again) == bits(model)
 
 

@@ -155,7 +155,6 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LEFT_OUT: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3_moe", "vllm", {"target_parameters": ["down_proj"]}),
     ("gpt_oss", "vllm", {"target_parameters": ["down_proj"]}),
-    ("qwen3_moe", "sglang", {"exclude_modules": ["model.layers.0.self_attn.o_proj", "v_proj"]}),
     ("qwen3_moe", "vllm", {"exclude_modules": r".*layers\.1\.self_attn\.(q|k|o)_proj"}),
     ("qwen3_moe", "sglang", {"layers_to_transform": [1]}),
 ]
