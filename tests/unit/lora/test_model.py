@@ -10,7 +10,6 @@ from typing import Any
 
 import peft
 import pytest
-import small_models
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
@@ -20,19 +19,12 @@ from training import packed
 
 import moe_qlora
 from moe_qlora.errors import AdapterError
-from moe_qlora.experts import checks
 from moe_qlora.lora.model import connect_adapters, load_adapter
-
-
-def build(model_type: str = "qwen3_moe") -> Any:
-    model = small_models.build(model_type)
-    checks.install(model)
-    return model
 
 
 def unpacked(model_type: str = "qwen3_moe") -> Any:
     """The same model with plain weights: what stock PEFT adapts."""
-    return decoded(small_models.build(model_type))
+    return decoded(packed(model_type))
 
 
 def lora_names(model: nn.Module) -> list[str]:
@@ -40,10 +32,10 @@ def lora_names(model: nn.Module) -> list[str]:
 
 
 def test_loading_a_second_adapter_and_training_it(tmp_path):
-    first = fill(moe_qlora.get_peft_model(build(), lora_config()))
+    first = fill(moe_qlora.get_peft_model(packed(), lora_config()))
     expected = logits(first)
     first.save_pretrained(tmp_path)
-    model = load_adapter(build(), str(tmp_path), low_cpu_mem_usage=True)
+    model = load_adapter(packed(), str(tmp_path), low_cpu_mem_usage=True)
     assert close(logits(model), expected)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     load_adapter(model, str(tmp_path), "two", is_trainable=True)
@@ -72,8 +64,8 @@ def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path):
 def test_adapters_of_transformers_v4_load(tmp_path):
     """One LoRA for each expert's w1, w2, w3, as PEFT wrote them when experts were Linear layers."""
     generator, tensors = torch.Generator().manual_seed(4), {}
-    sizes = (("w1", 20, 24), ("w2", 24, 20), ("w3", 20, 24))
-    for layer, expert, (name, out, width) in product(range(2), range(3), sizes):
+    sizes = (("w1", 96, 64), ("w2", 64, 96), ("w3", 96, 64))
+    for layer, expert, (name, out, width) in product(range(2), range(4), sizes):
         key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
         tensors[f"{key}.lora_A.weight"] = torch.randn(2, width, generator=generator) * 0.3
         tensors[f"{key}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
@@ -82,30 +74,30 @@ def test_adapters_of_transformers_v4_load(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # "rank_pattern keys did not match"
         stock = PeftModel.from_pretrained(unpacked("mixtral"), tmp_path)
-    ours = load_adapter(build("mixtral"), str(tmp_path))
+    ours = load_adapter(packed("mixtral"), str(tmp_path))
     assert close(logits(ours), logits(stock))
-    assert not close(logits(ours), logits(build("mixtral")))
+    assert not close(logits(ours), logits(packed("mixtral")))
     # Beside other layers the config of stock PEFT is vague: its own call names ours.
     attention = "base_model.model.model.layers.0.self_attn.q_proj.lora"
     tensors |= {f"{attention}_{half}.weight": torch.zeros(shape) for half, shape in
-                (("A", (2, 24)), ("B", (24, 2)))}  # fmt: skip
+                (("A", (2, 64)), ("B", (64, 2)))}  # fmt: skip
     modules = ["q_proj", "w1", "w2", "w3"]
     LoraConfig(target_modules=modules, r=2).save_pretrained(tmp_path)
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
-            logits(PeftModel.from_pretrained(build("mixtral"), tmp_path))
+            logits(PeftModel.from_pretrained(packed("mixtral"), tmp_path))
 
 
 def test_lora_on_shared_experts_reloads_here(tmp_path):
     """Stock PEFT loses it: it takes the leaf names for experts of this model type."""
     config = lora_config(target_modules=["o_proj", "down_proj"])
     with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
-        model = moe_qlora.get_peft_model(build("deepseek_v3"), config)
+        model = moe_qlora.get_peft_model(packed("deepseek_v3"), config)
     assert any("shared_experts.down_proj.lora_A" in name for name in lora_names(model))
     fill(model).save_pretrained(tmp_path)
-    again = load_adapter(build("deepseek_v3"), str(tmp_path))
+    again = load_adapter(packed("deepseek_v3"), str(tmp_path))
     assert lora_names(again) == lora_names(model)
     assert close(logits(again), logits(model))
     plain = load_adapter(unpacked("deepseek_v3"), str(tmp_path), unpacked_ok=True)
@@ -115,7 +107,7 @@ def test_lora_on_shared_experts_reloads_here(tmp_path):
 @pytest.mark.parametrize("name", ["q_proj", "weight"])
 def test_adapters_with_the_name_of_a_layer_are_alone(name, tmp_path):
     """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
-    model = fill(moe_qlora.get_peft_model(build(), lora_config()))
+    model = fill(moe_qlora.get_peft_model(packed(), lora_config()))
     kept = copy.deepcopy(model.peft_config), logits(model)
     model.save_pretrained(tmp_path)
     said = f"adapter '{name}' has the name of .*: give it another name"
@@ -133,7 +125,8 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name, tmp_path):
 @pytest.mark.parametrize("spelling", ["short", "full"])
 def test_layers_of_stock_peft_over_packed_weights_are_refused(spelling):
     """As of a model that `from_pretrained` did not make, so that PEFT's calls find nothing here."""
-    base = build()
+    base = packed()
+    del base.__dict__["named_modules"]
     full = moe_qlora.target_parameters(base)
     config = lora_config(
         exclude_modules=moe_qlora.exclude_modules(base),
@@ -152,7 +145,7 @@ def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(tmp_path
     """What makes PEFT leave the names alone is not written to the file."""
     modules = ["q_proj", "gate"]
     targets = {"target_modules": modules, "target_parameters": ["experts.down_proj"]}
-    trained = fill(moe_qlora.get_peft_model(build(), lora_config(**targets)))
+    trained = fill(moe_qlora.get_peft_model(packed(), lora_config(**targets)))
     trained.save_pretrained(tmp_path / "first")
     loaded = load_adapter(unpacked(), str(tmp_path / "first"), is_trainable=True, unpacked_ok=True)
     assert any("mlp.gate" in name for name in lora_names(loaded))
