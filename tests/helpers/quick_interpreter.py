@@ -67,7 +67,6 @@ def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter as long as `patch` lasts."""
     patch.setattr(core.tensor, "__init__", _init_tensor)
-    patch.setattr(core.block_type, "__init__", _init_block_type)
     patch.setattr(core.block_type, "__eq__", _equal_block_types)
     patch.setattr(core.tuple, "__eq__", _equal_tuples)
     patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", _broadcast)
