@@ -83,6 +83,8 @@ FILES = [ROOT / "README.md", *sorted(PAGES.glob("*.md"))]
 STAND_INS = {
     "Qwen/Qwen3-30B-A3B": "Qwen3-30B-A3B",  # the folder that quickstart.md downloads it to
     "qwen3-30b-a3b": "Qwen3-30B-A3B",  # its plan takes seconds
+    "seq_len=8192": "seq_len=256",
+    "seq_len=4096": "seq_len=64",
     "SFTConfig(": "SFTConfig(use_cpu=not torch.cuda.is_available(), ",  # it asks for bf16 on a GPU
 }
 NEEDS = {"trainers.md": ("datasets", "trl")}
