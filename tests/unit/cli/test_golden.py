@@ -68,6 +68,8 @@ CASES: dict[str, list[str]] = {
         "plan train.yaml",
         "doctor train.yaml",
         "doctor --gpu 4091",
+        "doctor --gpu 24GiB",
+        "doctor --rank 0",
         "quantize model packed --quiet",
         "quantize packed new --quiet",
         "merge adapter model merged --quiet",
