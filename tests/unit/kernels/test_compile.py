@@ -195,7 +195,7 @@ def main(mode: str, target: str, tile: str) -> None:
             for name, kernel in compiled:
                 report = {"kernel": name, "label": label, "shared": kernel.metadata.shared}
                 # One of each kernel, and every matmul: only these hold assembler of their own.
-                if name not in assembled or name in {"quantized_kernel", "grouped_kernel"}:
+                if mode == "matmuls" or name not in assembled or name == "quantized_kernel":
                     report |= ptxas(kernel, capability)
                 assembled.add(name)
                 print(json.dumps(report), flush=True)
