@@ -257,7 +257,7 @@ def grouped_kernel(
 
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
     """Return the key of a dequantized weight in the workspace."""
-    codes = packed.codes.data_ptr() if packed.serial is None else -packed.serial
+    codes = packed.codes.data_ptr() if packed.decoder is None else -packed.decoder.serial
     # On meta no tensor has an address, but each has a storage.
     return routing.ints.data_ptr() or routing.ints.untyped_storage()._cdata, codes
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,11 +107,10 @@ class PackedWeight:
     # The module's parameter with `codes`, once attached. Attaching the same packed weight to a
     # second module shares that parameter
     owner: nn.Parameter | None = field(default=None, repr=False)
-    # Number of the weight, where it is attached to a module. Addresses do not tell weights apart:
-    # FSDP2 gathers one weight's codes where another's were before
-    serial: int | None = field(default=None, repr=False)
-    # Full name in the model, for messages, where it is known
-    name: str = ""
+    # The module that it was read from. Addresses do not tell weights apart: FSDP2 gathers one
+    # weight's codes where another's were before. Names and numbers stay there: compiled code that
+    # reads one is compiled anew for each layer
+    decoder: Any = field(default=None, repr=False)
     # Reads the weight anew where its tensors are freed after the forward: under ZeRO-3, which
     # gathers them into other memory for backward, and where it lies in host memory
     refetch: Callable[[], PackedWeight] | None = field(default=None, repr=False)

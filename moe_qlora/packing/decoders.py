@@ -91,7 +91,7 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         nn.Module.__init__(self)
         self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
         self.kind, self.blocksize = packed.kind, packed.blocksize
-        self.compute_dtype, self._serial = packed.compute_dtype, next(_serials)
+        self.compute_dtype, self.serial = packed.compute_dtype, next(_serials)
         self.storage_dtype, self.stored_transposed = packed.codes.dtype, packed.stored_transposed
         self.scale_dtype, self.is_4bit = packed.absmax.dtype, packed.table is not None
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
@@ -185,7 +185,7 @@ def is_share(tensor: Tensor) -> bool:
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
     """Return the packed weight of these codes and their decoder; copies nothing."""
     packed: PackedWeight = decoder.packed(codes)
-    packed.serial, packed.name = decoder._serial, decoder.name
+    packed.decoder = decoder
     packed.owner = codes if isinstance(codes, nn.Parameter) else None
     return packed
 

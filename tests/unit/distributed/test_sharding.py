@@ -6,6 +6,7 @@ FSDP2 of a torch before 2.13: its two faults are put back here.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
 from torch import distributed, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -26,6 +28,7 @@ from moe_qlora.errors import ConfigError, QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.testing import tiny_model
+from moe_qlora.train.layers import LayerRunner, decoder_layers
 from tests.helpers import training
 
 SETTINGS = {
@@ -261,3 +264,21 @@ def test_what_packed_experts_do_not_support_is_refused(field):
     asked = SimpleNamespace(**{field: 2})
     with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
         RankLoad(asked).begin(dict)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_both_layers_share_one_compilation(tmp_path, monkeypatch):
+    """A value of one layer in compiled code, such as a name, would be a compilation for each."""
+    made = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=made))
+    tiny_model("qwen3_moe", hidden_size=128).save_pretrained(tmp_path)
+    with moe_qlora.enabled():
+        config = BitsAndBytesConfig(load_in_4bit=True)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config).train()
+    compiled = []
+    for layer in decoder_layers(sharding.prepare_sharding(model)).values():
+        runner = LayerRunner(layer, compiles=True)
+        runner.level, runner.promised = "keep", (1, 64)
+        model(inputs_embeds=torch.randn(1, 17, 128, requires_grad=True)).logits.sum().backward()
+        compiled.append(made.frame_count)
+    assert 0 < compiled[0] == compiled[1]
