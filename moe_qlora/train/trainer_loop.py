@@ -7,7 +7,9 @@ only deleted stays in the list until then. Parameters are read from the modules 
 puts its shards in their place without registering them.
 
 After each backward it looks for NaN in the loss (`logging_nan_inf_filter`), which waits for the
-GPU. `torch.isnan` and `isinf` of an `EarlyLoss` look at a copy made before the backward.
+GPU, and the next batch's kernels then wait for the host: 12 of 85 ms of a batch of 4,096 tokens (16
+layers of Qwen3-30B-A3B, H200). `torch.isnan` and `isinf` of an `EarlyLoss` look at a copy made
+before the backward.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules import module as registers
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
@@ -31,6 +34,7 @@ _LOOKS = (torch.isnan, torch.isinf)
 _BACKWARD = (Tensor.backward, torch.autograd.grad)  # They compute layers again, as in forward
 # What leaves a finite loss finite: with numbers, such as those of steps and of processes
 _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
+_OF_LOSS = ("loss", "log_probs")  # TRL computes its loss of the latter
 
 
 def quicken_walks(model: nn.Module) -> Callable[[], None]:
@@ -103,49 +107,53 @@ class _Tree:
 
 
 def copy_losses_early(model: nn.Module) -> RemovableHandle:
-    """Let the loss in a model's output be an `EarlyLoss`; return how to undo it."""
+    """Let the loss that comes of a model's output be an `EarlyLoss`; return how to undo it."""
 
     def replace(_: nn.Module, __: Any, output: Any) -> None:
-        loss: Any = output.get("loss") if isinstance(output, dict) else None
-        plain = type(loss) is Tensor and loss.dim() == 0 and loss.requires_grad
-        if plain and not torch.compiler.is_compiling():
-            output["loss"] = EarlyLoss.of(loss)
+        for name in _OF_LOSS if isinstance(output, dict) else ():
+            tensor: Any = output.get(name)
+            if type(tensor) is Tensor and tensor.requires_grad and not is_compiling():
+                output[name] = EarlyLoss.of(tensor)
 
     return model.register_forward_hook(replace)
 
 
 class EarlyLoss(Tensor):
-    """A loss `()` with a copy on the host. Results of operations on it are plain tensors."""
+    """A loss, or what one is computed from: `backward` first begins to copy it to the host."""
 
-    _copy: tuple[Tensor, torch.cuda.Event | None, int] | None = None  # Of this version
+    _copies: list[tuple[Tensor, torch.cuda.Event | None]]  # One at most; of all that is as finite
+    _made: int  # Its version
 
     @classmethod
-    def of(cls, loss: Tensor) -> EarlyLoss:
-        """Return the same loss, whose copying has begun."""
-        copy = loss.detach().to("cpu", non_blocking=True, copy=True)
-        done = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
-        early = loss.as_subclass(cls)
-        early._copy = copy, done, loss._version
+    def of(cls, tensor: Tensor, copies: list[Any] | None = None) -> EarlyLoss:
+        """Return the same tensor as an `EarlyLoss`."""
+        early = tensor.as_subclass(cls)
+        early._copies, early._made = [] if copies is None else copies, tensor._version
         return early
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _BACKWARD:
-            args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
-            return func(*args, **kwargs)
+            plain, kwargs = tree_map_only(cls, _plain, (args, kwargs))
+            if func is Tensor.backward and isinstance(args[0], cls):
+                copy = plain[0].detach().to("cpu", non_blocking=True, copy=True)
+                cuda = plain[0].is_cuda
+                done = torch.cuda.current_stream(plain[0].device).record_event() if cuda else None
+                args[0]._copies[:] = [(copy, done)]
+            return func(*plain, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            copy: Any = args[0]._copy if args and isinstance(args[0], cls) else None
-            known = copy is not None and args[0]._version == copy[2]
-            if known and func in _LOOKS:
-                if copy[1] is not None:
-                    copy[1].synchronize()
-                return func(copy[0])
+            first: Any = args[0] if args and isinstance(args[0], cls) else None
+            known = first is not None and first._version == first._made
+            if known and func in _LOOKS and first._copies:
+                copy, done = first._copies[0]
+                if done is not None:
+                    done.synchronize()
+                return func(copy)
             found = func(*args, **kwargs)
             if known and func in _KEEPS and not any(isinstance(x, Tensor) for x in args[1:]):
-                found = found.as_subclass(cls)
-                found._copy = *copy[:2], found._version
-            return found
+                return cls.of(found, first._copies)
+            return cls.of(found) if isinstance(found, Tensor) and found.requires_grad else found
 
     def __format__(self, spec: str) -> str:
         return format(_plain(self), spec)

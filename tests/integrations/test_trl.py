@@ -19,6 +19,7 @@ from upstream import TRANSFORMERS
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.train.flat_rows import has_flat_rows
+from moe_qlora.train.trainer_loop import copy_losses_early
 from tests.helpers.training import NF4, assert_same, loaded, logged_losses, trained_weights
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
@@ -194,3 +195,13 @@ def test_reward_trainer(model_folder, tmp_path):
     trained = {n: w for n, w in trained_weights(run.model).items() if ".lora_" in n}
     for name, value in trained.items():
         assert torch.equal(value.float(), tensors[name.replace(".default", "")].float()), name
+
+
+def test_sft_looks_for_nan_in_the_copy_of_its_loss(model_folder, tmp_path, monkeypatch):
+    """It computes the loss itself, of the model's log probabilities."""
+    looks, isnan = [], torch.isnan
+    monkeypatch.setattr(torch, "isnan", lambda x: looks.append(x) or isnan(x))
+    made = trainer("sft", "peft", model_folder, tmp_path, gradient_accumulation_steps=2)
+    copy_losses_early(made.model)
+    made.train()
+    assert [len(x._copies) for x in looks] == [1] * 2 * STEPS

@@ -7,8 +7,8 @@ sm_90, up to PTX, of which ptxas need not make the best code.
 The matmuls, which are what runs out of registers and shared memory, go through the compiler for
 five targets as they are cut untuned there, and through ptxas, whose report is held: no register is
 spilled, and a program has no more shared memory than the card. (All kernels for all targets would
-take minutes.) Every run has the smallest card; `.ci/run` has the layers and each Triton's matmuls
-for Hopper, by `tools/test_triton`; the rest is nightly.
+take minutes.) Every run has those on the most rows, for the smallest card; `.ci/run` has the layers
+and each Triton's matmuls for Hopper, by `tools/test_triton`; the rest is nightly.
 """
 
 from __future__ import annotations

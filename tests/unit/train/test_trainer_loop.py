@@ -80,28 +80,31 @@ def test_a_forward_leaves_the_lists(model, monkeypatch):
 
 
 def test_what_looks_for_nan_reads_the_copy_and_all_else_the_loss():
-    states, weights = [], torch.ones(3, requires_grad=True)
+    states, hooked, weights = [], [], torch.ones(3, requires_grad=True)
     doubled = 2 * weights
     # A backward runs in the state of the forward: else compiled layers would be compiled anew.
     doubled.register_hook(lambda _: states.append(torch._C._is_torch_function_enabled()))
-    loss = EarlyLoss.of(doubled.sum().add_(0))
-    loss._copy[0].fill_(math.nan)
-    for change in (lambda x: x, lambda x: x / 4, lambda x: 2 * x, Tensor.detach):
-        assert torch.isnan(change(loss)) and not torch.isinf(change(loss))
-    for plain in (loss + 1, loss * torch.tensor(2.0), loss.mean(), copy.deepcopy(loss.detach())):
-        assert type(plain) is Tensor and not torch.isnan(plain)
-    assert loss.detach().__reduce_ex__(2)[0] is not torch._tensor._rebuild_from_type_v2
-    assert f"{loss:.2f}" == "6.00" and float(loss.detach()) == 6
-    hooked = []
+    of_tokens = EarlyLoss.of(doubled)
+    loss = of_tokens.sum() / torch.tensor(0.5) * 2  # As TRL computes it
+    assert not torch.isnan(loss), "before its backward"
+    scaled = loss / 4  # as accelerate does
     loss.register_hook(hooked.append)  # as FSDP does
     loss.retain_grad()
-    loss.backward(retain_graph=True)
+    scaled.backward(retain_graph=True)
+    loss._copies[0][0].fill_(math.nan)
+    for change in (lambda x: x, lambda x: x / 4, lambda x: 2 * x, Tensor.detach):
+        assert torch.isnan(change(loss)) and not torch.isinf(change(loss))
+    for other in (loss + 1, loss * torch.tensor(2.0), loss.mean(), copy.deepcopy(loss.detach())):
+        assert not torch.isnan(other)
+    assert type(torch.zeros(()).add_(loss.detach())) is type(loss.clone().detach().exp()) is Tensor
+    assert loss.detach().__reduce_ex__(2)[0] is not torch._tensor._rebuild_from_type_v2
+    assert f"{loss:.2f}" == "24.00" and float(loss.detach()) == 24
     torch.autograd.grad([loss], [weights])
     assert torch.equal(weights.grad, torch.full((3,), 2.0))
-    assert len(hooked) == loss.grad == 2 and states == [True, True]
+    assert len(hooked) == 2 and loss.grad == 1.25 and states == [True, True]
     loss = loss.detach()
     loss *= 3  # as Trainer does
-    assert torch.isnan(loss / 2) and loss.item() == 18
+    assert torch.isnan(loss / 2) and loss.item() == 72
     loss.add_(math.inf)
     assert torch.isinf(loss), "it has changed since"
 
@@ -116,7 +119,7 @@ def test_trainer_looks_at_the_copy(model, tmp_path, monkeypatch):
         per_device_train_batch_size=1, save_strategy="no",
     )  # fmt: skip
     Trainer(model, args, train_dataset=rows).train()
-    assert [x._copy[2] == x._version for x in looks if isinstance(x, EarlyLoss)] == [True] * 4
+    assert [len(x._copies) for x in looks if isinstance(x, EarlyLoss)] == [1] * 4
     batch = {name: row[None] for name, row in rows[0].items()}
     with torch.no_grad():
         assert type(model(**batch).loss) is Tensor
