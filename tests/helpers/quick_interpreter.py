@@ -16,7 +16,6 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 core: Any = tl.core
-_stock_broadcast = interpreter.TritonSemantic.broadcast_impl_value
 
 
 @functools.cache
@@ -46,31 +45,10 @@ def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     self.shape, self.numel, self.name = _block(sizes, str(element_ty))
 
 
-def _equal_tuples(self: Any, other: Any) -> Any:
-    return core.constexpr(self.values == [core._unwrap_if_constexpr(value) for value in other])
-
-
-def _equal_block_types(self: Any, other: Any) -> bool:
-    if not isinstance(other, core.block_type):
-        return False
-    return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
-
-
-def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-    one, other = lhs.type, rhs.type
-    blocks = isinstance(one, core.block_type) and isinstance(other, core.block_type)
-    if one is other or (blocks and one.shape.values == other.shape.values):
-        return lhs, rhs
-    return _stock_broadcast(self, lhs, rhs)
-
-
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter as long as `patch` lasts."""
     patch.setattr(core.tensor, "__init__", _init_tensor)
     patch.setattr(core.block_type, "__init__", _init_block_type)
-    patch.setattr(core.block_type, "__eq__", _equal_block_types)
-    patch.setattr(core.tuple, "__eq__", _equal_tuples)
-    patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", _broadcast)
 
     # Three more operations look for the overflow of an integer one, for an assertion that only
     # debug mode executes.

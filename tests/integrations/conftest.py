@@ -9,19 +9,13 @@ import torch
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """Qwen3-MoE, float32: 2 layers of 4 experts (64 x 64), with a tokenizer of single bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    from tools.bench.shapes import write_tokenizer
+
     folder = tmp_path_factory.mktemp("host") / "model"
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>"
-    ).save_pretrained(folder)
+    vocabulary = write_tokenizer(folder)
+    (folder / "chat_template.jinja").unlink()
     config = Qwen3MoeConfig(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128,
         moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -60,7 +60,7 @@ def test_all_assignments_to_one_expert_or_to_none_here(count, held):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     st.integers(1, 16), st.integers(1, 8), st.integers(1, 300),

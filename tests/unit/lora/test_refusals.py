@@ -6,6 +6,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         r"'gate_up_prj', which is no parameter of this model.*target_parameters\(model\)",
         lambda: adapt(target_parameters=["gate_up_prj", "experts.down_proj"]),
     ),
+    ("nothing else does: pass experts=True", lambda: adapt(target_modules=["up_proj"])),
     ("='mlp' asks to train model", lambda: adapt(modules_to_save=["norm", "mlp"])),
     ("='experts.down_proj' asks", lambda: adapt(modules_to_save=["experts.down_proj"])),
     ("model is a str", lambda: adapt_lora_config("folder", LoraConfig())),
@@ -84,45 +86,14 @@ def test_what_is_refused(words, call):
     assert "\n" not in str(caught.value)
 
 
-WAYS: dict[str, Callable[[Any, Path], Any]] = {
-    "load_adapter": moe_qlora.load_adapter,
-    "PeftModel": lambda model, folder: PeftModel.from_pretrained(model, folder),
-    "transformers": lambda model, folder: model.load_adapter(str(folder)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
-@pytest.mark.parametrize("way", WAYS)
-def test_a_file_that_does_not_fit(way, tmp_path):
-    adapter, file = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
-    adapt(options={"experts": True}).save_pretrained(adapter)
-    load, whole = WAYS[way], load_file(file)
-    key = next(key for key in whole if ".experts.lora_B" in key)
-    elsewhere = {key.replace("layers.0", "layers.9"): whole[key].clone()}
-    for tensors, words in (
-        ({n: w for n, w in whole.items() if n != key}, r"lora_B.* is not in the file"),
-        (whole | elsewhere, r"layers\.9.* has no place"),
-        ({n: torch.cat([w, w], -1) for n, w in whole.items()}, r"size mismatch for \S+lora_"),
-    ):
-        if ("mismatch" in words, way) == (True, "transformers"):
-            continue  # the library says that itself
-        save_file(tensors, file, {"format": "pt"})
-        with pytest.raises(AdapterError, match=words):
-            load(packed(), adapter)
-    save_file(whole, file, {"format": "pt"})
-    with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
-        load(packed("mixtral"), adapter)
-
-
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 SETTINGS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
-def marked(**fields: Any) -> Any:
+def marked(llm_int8_skip_modules: Any = None, **sizes: Any) -> Any:
     """A model that looks as if it was loaded with a BitsAndBytesConfig, outside of `enabled()`."""
-    model = tiny_model("qwen3_moe")
-    model.config.quantization_config = BitsAndBytesConfig(**SETTINGS, **fields)
+    model, skips = tiny_model("qwen3_moe", **sizes), llm_int8_skip_modules
+    model.config.quantization_config = BitsAndBytesConfig(**SETTINGS, llm_int8_skip_modules=skips)
     return model
 
 
@@ -136,86 +107,61 @@ def adapted(model: nn.Module) -> set[str]:
     return {name.replace(".base_layer", "").rpartition(".")[2] for name in names}
 
 
-calls = pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, **more: moe_qlora.get_peft_model(model, lora(), **more),
-        moe_qlora.target_parameters,
-    ],
-    ids=["get_peft_model", "target_parameters"],
-)
-
-
 # Experts that are there, and not packed.
 
 
-@calls
-def test_unpacked_experts_are_a_warning_or_an_error_that_names_the_calls(call):
-    said = (
-        r"4 expert weights are not packed .*mlp\.experts\.gate_up_proj.*quantize_experts\(model\)"
-    )
-    with pytest.warns(UserWarning, match=said) as caught:
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda model, **more: get_peft_model(model, lora(), **more), id="peft"),
+        moe_qlora.target_parameters,
+    ],
+)
+def test_unpacked_experts_are_a_warning_or_an_error_unless_they_are_meant(call):
+    calls = r"4 expert weights are not packed .*experts\.gate_up_proj.*quantize_experts\(model\)"
+    with pytest.warns(UserWarning, match=calls) as caught:
         call(tiny_model("qwen3_moe"))
     assert {one.filename for one in caught if one.category is UserWarning} == {__file__}
     with pytest.raises(ConfigError, match=r"4 expert weights are not packed .* asks for nf4"):
         call(marked())
     with pytest.raises(ConfigError, match="2 expert weights are not packed"):
         call(marked(llm_int8_skip_modules=["model.layers.0"]))
-
-
-@calls
-def test_unpacked_experts_that_are_meant_are_silent(call):
     for model in (tiny_model("qwen3_moe"), marked()):
         call(model, unpacked_ok=True)  # warnings are errors
     call(marked(llm_int8_skip_modules=["experts"]))
-    dense = tiny_model("qwen3_moe", mlp_only_layers=[0, 1])
-    dense.config.quantization_config = BitsAndBytesConfig(**SETTINGS)
-    call(dense)
+    call(marked(mlp_only_layers=[0, 1]))
 
 
 # Lists of module targets that name matrices of experts.
 
 
 @pytest.mark.parametrize(
-    ("model_type", "more"),
-    [("qwen2_moe", ["down_proj"]), ("mixtral", ["w1", "w2", "w3"]), ("gpt_oss", ["experts"])],
-)
-def test_module_targets_that_name_experts_are_told_what_they_leave_out(model_type, more):
-    model = packed(model_type)
-    said = f"names {', '.join(more)},.* 4 packed expert weights .* get no LoRA.*experts=True"
-    with pytest.warns(UserWarning, match=said):
-        peft_model = moe_qlora.get_peft_model(model, lora("q_proj", *more))
-    assert not any("experts" in name for name in adapted(peft_model))
-    with pytest.raises(ConfigError, match=r"and nothing else does: pass experts=True"):
-        moe_qlora.get_peft_model(packed(), lora(*MLP))
-    regex = LoraConfig(r=2, target_modules=r".*(q_proj|experts\.\d+\.(gate|up|down)_proj)")
-    with pytest.warns(UserWarning, match="packed expert weights .* get no LoRA"):
-        moe_qlora.get_peft_model(packed(), regex)
-
-
-@pytest.mark.parametrize(
-    "config",
+    ("model_type", "config", "named"),
     [
-        lora(*ATTENTION),
-        LoraConfig(r=2, target_modules=r".*self_attn\.\w+_proj"),
-        lora("q_proj", "down_proj", exclude_modules=["experts"]),
-        lora("q_proj", "shared_expert.down_proj"),
+        ("qwen2_moe", lora("q_proj", "down_proj"), "names down_proj,"),
+        ("mixtral", lora("q_proj", "w1", "w2", "w3"), "names w1, w2, w3,"),
+        ("gpt_oss", lora("q_proj", "experts"), "names experts,"),
+        ("qwen3_moe", LoraConfig(target_modules=r".*(q_proj|experts\.\d+\.up_proj)"), "experts"),
+        # Those that do not mean experts
+        ("qwen2_moe", lora("q_proj", "k_proj", "v_proj", "o_proj"), None),
+        ("qwen2_moe", LoraConfig(target_modules=r".*self_attn\.\w+_proj"), None),
+        ("qwen2_moe", lora("q_proj", "down_proj", exclude_modules=["experts"]), None),
+        ("qwen2_moe", lora("q_proj", "shared_expert.down_proj"), None),
     ],
-    ids=["attention", "regex", "excluded", "shared"],
 )
-def test_targets_that_do_not_mean_experts_are_silent(config):
-    moe_qlora.get_peft_model(packed("qwen2_moe"), config)
+def test_targets_that_name_experts_are_told_what_they_leave_out(model_type, config, named):
+    said = f"{named}.* 4 packed expert weights .* get no LoRA.*experts=True"
+    with pytest.warns(UserWarning, match=said) if named else nullcontext():
+        peft_model = get_peft_model(packed(model_type), config)
+    assert "experts" not in adapted(peft_model)
 
 
 def test_experts_that_are_asked_for_or_excluded_by_the_call_it_names_are_silent():
-    peft_model = moe_qlora.get_peft_model(packed(), lora("q_proj", *MLP), experts=["down"])
-    assert "experts" in adapted(peft_model)
-    model = packed()
-    named = lora("q_proj", *MLP, target_parameters=moe_qlora.target_parameters(model))
-    assert "experts" in adapted(moe_qlora.get_peft_model(model, named))
-    model = packed()
-    left = lora("q_proj", *MLP, exclude_modules=moe_qlora.exclude_modules(model))
-    assert adapted(moe_qlora.get_peft_model(model, left)) == {"q_proj"}
+    assert "experts" in adapted(adapt(options={"experts": ["down"]}, target_modules=MLP))
+    fields = {"target_parameters": moe_qlora.target_parameters(packed())}
+    assert "experts" in adapted(adapt(target_modules=["q_proj", *MLP], **fields))
+    fields = {"exclude_modules": moe_qlora.exclude_modules(packed())}
+    assert adapted(adapt(target_modules=["q_proj", *MLP], **fields)) == {"q_proj"}
 
 
 def test_a_plan_notes_experts_that_its_targets_leave_out():
@@ -234,7 +180,7 @@ def test_rank_patterns_of_experts_are_not_said_to_be_ignored():
     config = lora(rank_pattern={"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}, **fields)
     said = "rank_pattern names gate_up_prj, and nothing"
     with pytest.warns(UserWarning, match=said):
-        peft_model = moe_qlora.get_peft_model(model, config)
+        peft_model = get_peft_model(model, config)
     with pytest.warns(UserWarning, match=said):
         peft_model.add_adapter("second", config)
     for name in ("default", "second"):
@@ -249,7 +195,7 @@ def test_rank_patterns_of_experts_are_not_said_to_be_ignored():
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters") / "adapter"
-    moe_qlora.get_peft_model(packed(), lora(), experts=True).save_pretrained(folder)
+    adapt(options={"experts": True}).save_pretrained(folder)
     return folder
 
 
@@ -267,8 +213,7 @@ DAMAGES: list[tuple[str, bytes | int | None, str]] = [  # a file, its new conten
 
 @pytest.mark.parametrize(("name", "content", "words"), DAMAGES)
 def test_files_that_are_missing_or_damaged_are_our_errors(name, content, words, adapter, tmp_path):
-    folder = tmp_path / "adapter"
-    shutil.copytree(adapter, folder)
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
     file = folder / name
     if content is None:
         file.unlink() if name else shutil.rmtree(folder)
@@ -280,6 +225,35 @@ def test_files_that_are_missing_or_damaged_are_our_errors(name, content, words, 
     assert str(folder) in str(caught.value)
     # The model is as it was, and takes the right adapter next.
     assert moe_qlora.load_adapter(model, adapter).peft_config.keys() == {"default"}
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "load_adapter": moe_qlora.load_adapter,
+    "PeftModel": lambda model, folder: PeftModel.from_pretrained(model, folder),
+    "transformers": lambda model, folder: model.load_adapter(str(folder)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_does_not_fit(way, adapter, tmp_path):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    load, whole = WAYS[way], load_file(file := folder / WEIGHTS_FILE)
+    key = next(key for key in whole if ".experts.lora_B" in key)
+    elsewhere = {key.replace("layers.0", "layers.9"): whole[key].clone()}
+    for tensors, words in (
+        ({n: w for n, w in whole.items() if n != key}, r"lora_B.* is not in the file"),
+        (whole | elsewhere, r"layers\.9.* has no place"),
+        ({n: torch.cat([w, w], -1) for n, w in whole.items()}, r"size mismatch for \S+lora_"),
+    ):
+        if ("mismatch" in words, way) == (True, "transformers"):
+            continue  # the library says that itself
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(AdapterError, match=words):
+            load(packed(), folder)
+    save_file(whole, file, {"format": "pt"})
+    with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
+        load(packed("mixtral"), folder)
 
 
 # Adapters of packed experts on experts in 16 bit.
@@ -302,7 +276,7 @@ def test_training_says_once_what_is_packed_and_trained(caplog):
 
     model = packed(settings=SETTINGS)
     moe_qlora.quantize_experts(model, SETTINGS)  # again
-    peft_model = moe_qlora.get_peft_model(model, lora(*ATTENTION), experts=["down"])
+    peft_model = get_peft_model(model, lora("q_proj", "k_proj", "o_proj"), experts=["down"])
     ids = tiny_inputs(model)
     peft_model.eval()(**ids)
     assert logged() == []
@@ -320,7 +294,7 @@ def test_training_says_once_what_is_packed_and_trained(caplog):
     after = weights / 2 + weights / 64 * 4 + 4 * 64  # codes, absmax, and four tables
     assert line.startswith(
         f"The experts of 2 layers are packed (nf4): {after / 1024:.1f} KiB instead of "
-        f"{weights / 256:.1f} KiB. LoRA on 8 layers (k_proj, o_proj, q_proj, v_proj) and 2 of 4 "
+        f"{weights / 256:.1f} KiB. LoRA on 6 layers (k_proj, o_proj, q_proj) and 2 of 4 "
         f"expert weights (down_proj): {trained:,} weights ("
     )
     caplog.clear()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from training import NF4, loaded, lora
 from transformers import PreTrainedTokenizerFast
 
@@ -18,20 +17,18 @@ import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.layout import human_bytes
 from moe_qlora.testing import tiny_model
+from tools.bench.shapes import write_tokenizer
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """plain/, packed/, run/ with an adapter and a log, and sample.jsonl."""
     root = tmp_path_factory.mktemp("report")
-    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     sizes = {"vocab_size": 300, "num_hidden_layers": 3, "num_experts": 8}
     tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes).save_pretrained(root / "plain")
     moe_qlora.quantize_checkpoint(root / "plain", root / "packed", NF4)
     for name in ("plain", "packed"):
-        PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(root / name)
+        write_tokenizer(root / name)
     checkpoint = root / "run/checkpoint-4"
     lora(load(root / "packed"), "q_proj").save_pretrained(checkpoint, save_embedding_layers=False)
     history: list[dict[str, float]] = [
