@@ -53,7 +53,7 @@ def lay_out(model: nn.Module) -> nn.Module:
         elif decoder._parameters or chain.host:
             continue
         else:
-            decoder.name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
+            decoder.origin.name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
             held = _lay_out(decoder, read(codes, decoder))
             done[id(codes)] = held, decoder
         chain._parameters["original"], chain._modules["0"] = held, decoder
@@ -62,7 +62,7 @@ def lay_out(model: nn.Module) -> nn.Module:
         if type(module) in _SHARDABLE and decoders.has_codes(linear):
             packed = decoders.read_linear(module)
             decoder = Decoder(packed)
-            decoder.name = unwrapped_name(f"{name}.weight".lstrip("."))
+            decoder.origin.name = unwrapped_name(f"{name}.weight".lstrip("."))
             linear.__class__ = _SHARDABLE[type(module)]
             linear.weight, linear.statistics = _lay_out(decoder, packed), decoder
             if decoder.is_4bit:

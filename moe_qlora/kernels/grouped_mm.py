@@ -255,11 +255,11 @@ def grouped_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=(m < rows)[:, None] & inside[None, :])
 
 
-def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
+def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, object]:
     """Return the key of a dequantized weight in the workspace."""
-    codes = packed.codes.data_ptr() if packed.decoder is None else -packed.decoder.serial
     # On meta no tensor has an address, but each has a storage.
-    return routing.ints.data_ptr() or routing.ints.untyped_storage()._cdata, codes
+    rows = routing.ints.data_ptr() or routing.ints.untyped_storage()._cdata
+    return rows, packed.origin or packed.codes.data_ptr()
 
 
 def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,12 @@ def power_scales(device: torch.device | str) -> NestedAbsmax:
     return NestedAbsmax(table.to(target), outer.to(target), offset.to(target), ALL_BLOCKS)
 
 
+class Origin:
+    """A weight of a module, by identity; compiled code that read a number would serve one layer."""
+
+    name = ""  # Its full name, for messages, once known
+
+
 @dataclass(eq=False)
 class PackedWeight:
     """One packed weight, such as all experts' gate_up projections: codes and their statistics."""
@@ -107,10 +113,9 @@ class PackedWeight:
     # The module's parameter with `codes`, once attached. Attaching the same packed weight to a
     # second module shares that parameter
     owner: nn.Parameter | None = field(default=None, repr=False)
-    # The module that it was read from. Addresses do not tell weights apart: FSDP2 gathers one
-    # weight's codes where another's were before. Names and numbers stay there: compiled code that
-    # reads one is compiled anew for each layer
-    decoder: Any = field(default=None, repr=False)
+    # Which weight of a module it is. Addresses do not tell: FSDP2 gathers one weight's codes where
+    # another's were before
+    origin: Origin | None = field(default=None, repr=False)
     # Reads the weight anew where its tensors are freed after the forward: under ZeRO-3, which
     # gathers them into other memory for backward, and where it lies in host memory
     refetch: Callable[[], PackedWeight] | None = field(default=None, repr=False)

@@ -169,7 +169,7 @@ def unpack_range(
 def require_whole(packed: PackedWeight) -> None:
     """Raise where an engine has not gathered the weight's tensors."""
     if packed.is_share:
-        name = getattr(packed.decoder, "name", "")
+        name = getattr(packed.origin, "name", "")
         raise QuantizationError(
             f"{name or f'The packed weight of shape {tuple(packed.shape)}'} is sharded and "
             "not gathered now: call the model that was given to fully_shard or DeepSpeed, which "

@@ -33,7 +33,7 @@ from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
 from ..errors import ConfigError, QuantizationError
-from ..kernels.weights import NestedAbsmax, PackedWeight
+from ..kernels.weights import NestedAbsmax, Origin, PackedWeight
 from .codec import unpack
 from .codecs import CODES, codec_of
 from .settings import CodecSettings
@@ -41,7 +41,6 @@ from .settings import CodecSettings
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
 
-_serials = itertools.count(1)
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 _HELD = "_moe_qlora_decoder"  # of codes that are no `Params4bit`
 _numbers = itertools.count()
@@ -91,11 +90,10 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         nn.Module.__init__(self)
         self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
         self.kind, self.blocksize = packed.kind, packed.blocksize
-        self.compute_dtype, self.serial = packed.compute_dtype, next(_serials)
+        self.compute_dtype, self.origin = packed.compute_dtype, Origin()
         self.storage_dtype, self.stored_transposed = packed.codes.dtype, packed.stored_transposed
         self.scale_dtype, self.is_4bit = packed.absmax.dtype, packed.table is not None
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
-        self.name = ""
         self.put(packed)
 
     def put(self, packed: PackedWeight) -> None:
@@ -136,7 +134,7 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         plain = torch.uint8 if self.is_4bit else self.storage_dtype
         known = (plain,) if self._parameters else (plain, self.storage_dtype)
         if codes.dtype not in known:
-            name = self.name or f"a weight of shape {tuple(self.weight_shape)}"
+            name = self.origin.name or f"a weight of shape {tuple(self.weight_shape)}"
             raise cast_error(name, known[-1], codes.dtype)
         raw: Tensor = codes.detach()
         tables, second = self._buffers.get("tables"), self._parameters.get("nested")
@@ -185,7 +183,7 @@ def is_share(tensor: Tensor) -> bool:
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
     """Return the packed weight of these codes and their decoder; copies nothing."""
     packed: PackedWeight = decoder.packed(codes)
-    packed.decoder = decoder
+    packed.origin = decoder.origin
     packed.owner = codes if isinstance(codes, nn.Parameter) else None
     return packed
 

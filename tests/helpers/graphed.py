@@ -120,7 +120,7 @@ def hold_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         def noted(*args: Any) -> Any:
             packed = read(*args)
             if _Graph.current is not None:
-                before = _Graph.current.read.setdefault(packed.decoder, packed.codes.detach())
+                before = _Graph.current.read.setdefault(packed.origin, packed.codes.detach())
                 assert before.data_ptr() == packed.codes.data_ptr(), "a graph reads what was freed"
             return packed
 
