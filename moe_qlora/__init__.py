@@ -26,22 +26,17 @@ _MODULES: dict[str, str] = dict(
 )
 __all__ = list(_MODULES)
 
-# Public names of earlier versions, and what to use instead.
-_RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
-_PREPARE = "prepare_training(model, batch_size=..., seq_len=...) records layers as CUDA graphs"
-_SERVE = "ask the server with and without the adapter, and compare with the model here"
-_REMOVED = {
+_REMOVED = {  # Names of earlier versions, and what to use instead
     "expert_use": "moe-qlora report FOLDER --text FILE shows which experts a text goes to",
     "hot_experts": "get_peft_model(..., experts=True) puts LoRA on all experts; lower its rank",
     "AdamW": "torch.optim.AdamW(..., fused=True) takes the same arguments and state dicts",
-    "expert_parallel": _RANKS,
-    "expert_parallel_parameters": _RANKS,
-    "graph_layers": _PREPARE,
-    "LayerGraphs": _PREPARE,
     "shards_integers": "torch before 2.13 has it in moe_qlora.distributed.sharding",
-    "serve_check": _SERVE,
-    "ServeReport": _SERVE,
+    "expert_parallel": "shard the model by FSDP2, or train it whole on each rank under DDP",
+    "graph_layers": "prepare_training(...) records layers as CUDA graphs",
+    "serve_check": "ask the server with and without the adapter, and compare with the model here",
 }
+_REMOVED["expert_parallel_parameters"] = _REMOVED["expert_parallel"]
+_REMOVED["LayerGraphs"], _REMOVED["ServeReport"] = _REMOVED["graph_layers"], _REMOVED["serve_check"]
 
 
 def __getattr__(name: str) -> Any:

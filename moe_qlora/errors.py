@@ -1,18 +1,6 @@
-"""The exceptions that this package raises on purpose, one small tree.
+"""The exceptions that this package raises on purpose.
 
-    MoeQloraError                    everything below; catch this to catch all
-    +-- ConfigError                  the caller's quantization or LoRA settings cannot be followed
-    |                                (also a ValueError)
-    +-- DetectionError               the model holds no expert tensors, or none that could be packed
-    |                                (also a ValueError)
-    +-- QuantizationError            a weight cannot be packed or unpacked (also a RuntimeError)
-    |   +-- UnsupportedWeightError   meta, sharded, integer or already packed elsewhere
-    |   |                            (fp8, mxfp4, ...)
-    |   +-- NonFiniteWeightError     NaN or inf in a weight
-    +-- AdapterError                 LoRA on packed experts cannot be created, connected or merged
-    |                                (also a RuntimeError)
-    +-- CheckpointError              a checkpoint, configuration or registry file is missing,
-                                     damaged or foreign (also a ValueError)
+`MoeQloraError` catches all of them; each is a ValueError or a RuntimeError, too.
 
 Every message is one sentence for a person: what failed, the full name of the parameter or setting,
 what was seen, what was expected and what to do.

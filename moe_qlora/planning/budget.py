@@ -7,10 +7,8 @@ moments that can be its peak on a device, with K(b) the bytes that the blocks be
     a block's backward      K(b) + backward(b) + gradients of the blocks after b
     the optimizer's step    all gradients + what the step needs for a moment
 
-each on top of weights, statistics, adapters and optimizer states. With a vocabulary of 100,000 and
-more it is the backward of the head's block, which the loss belongs to: the 16-bit logits are gone
-by then, but three float32 tensors of their size are there (the log-probabilities that forward kept,
-the loss's gradient for them, and that of the logits).
+each on top of weights, statistics, adapters and optimizer states. With a large vocabulary it is the
+backward of the head's block, where three float32 tensors of the logits' size are there.
 """
 
 from __future__ import annotations

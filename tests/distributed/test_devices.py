@@ -59,9 +59,11 @@ def assert_even(model):
 @pytest.mark.parametrize("settings", [None, {"load_in_8bit": True}], ids=["nf4", "int8"])
 def test_two_devices_compute_what_one_does(folder, settings):
     ids = torch.randint(0, 4096, (2, 64), generator=torch.Generator().manual_seed(0)).cuda(0)
-    runs = []
+    runs, weights = [], {}
     for device_map in ({"": 0}, "auto"):
         model = adapted(load(folder, device_map, settings)).train()
+        for name, p in model.named_parameters():  # Each device draws numbers of its own
+            p.data.copy_(weights.setdefault(name, p.data.cpu()) if p.requires_grad else p.data)
         loss = model(ids, labels=ids).loss
         loss.backward()
         grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
