@@ -108,9 +108,9 @@ def copy_losses_early(model: nn.Module) -> RemovableHandle:
     """Let the loss that comes of a model's output be an `EarlyLoss`; return how to undo it."""
 
     def replace(_: nn.Module, __: Any, output: Any) -> None:
-        for name in _OF_LOSS if isinstance(output, dict) else ():
-            tensor: Any = output.get(name)
-            if type(tensor) is Tensor and tensor.requires_grad and not torch.compiler.is_compiling():
+        plain = isinstance(output, dict) and not torch.compiler.is_compiling()
+        for name in _OF_LOSS if plain else ():
+            if type(tensor := output.get(name)) is Tensor and tensor.requires_grad:
                 output[name] = EarlyLoss.of(tensor)
 
     return model.register_forward_hook(replace)
