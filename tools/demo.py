@@ -222,12 +222,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="tools/demo", description="Pack a Mixture-of-Experts model and train LoRA on it."
     )
-    parser.add_argument("--steps", type=int, help="steps of the LoRA training")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="where results go")
     parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps")
     options = parser.parse_args()
-    if options.steps is not None and options.steps < 10:
-        parser.error("--steps must be at least 10, or there is no trend to see")
     if "OMP_NUM_THREADS" not in os.environ:
         # So small a model's threads would do little but wait for each other.
         torch.set_num_threads(1)
@@ -237,7 +234,6 @@ def main() -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     scale = QUICK if options.quick else Scale()
-    scale = scale._replace(steps=options.steps or scale.steps)
     run, folder = Run(), options.out / "model"
     torch.manual_seed(SEED)
     pretrain(folder, scale, run)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import json
 import re
 import runpy
@@ -25,16 +23,16 @@ from transformers.models.qwen2_vl import Qwen2VLImageProcessorPil
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
+from tools.bench.shapes import write_tokenizer
+from tools.corpus_entries import publish_mxfp4
 
 FOLDER = Path(__file__).parents[2] / "tools/recipes"
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "experts", "base_layer"}
 STEPS = 2
 
-spec = importlib.util.spec_from_file_location("run_all", FOLDER / "run_all.py")
-run_all = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = run_all
-spec.loader.exec_module(run_all)
-from shapes import write_tokenizer  # noqa: E402 - beside run_all's path
+MODELS = {"gpt_oss": "gpt_oss", "two_gpus": "glm4_moe"}  # Others: qwen3_moe
+DATA = {"chat": "chats", "dpo": "pairs", "grpo": "tasks"}  # Others: text
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 pytestmark = [
     pytest.mark.usefixtures("trainable_linears", "quiet_loading", "switched_off"),
@@ -62,13 +60,34 @@ def one_rank(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data of each kind; models are written beside them when a recipe asks for one."""
-    run_all.write_data(root := tmp_path_factory.mktemp("recipes"), 20)
-    lines = (root / "text.jsonl").read_text().splitlines()
-    (root / "text.jsonl").write_text("\n".join(lines[:3]))
+    root, rows = tmp_path_factory.mktemp("recipes"), [row(number) for number in range(20)]
+    for kind in rows[0]:
+        lines = [json.dumps(each[kind]) for each in rows[: 3 if kind == "text" else 20]]
+        (root / f"{kind}.jsonl").write_text("\n".join(lines))
     return root
 
 
-model_of = partial(run_all.model_of, tiny=True)
+def row(number):
+    """A row of each kind of data."""
+    asked, told, wrong = (WORDS[(number + further) % 10] for further in (0, 1, 5))
+    prompt = f"After {asked} comes"
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": told}]
+    return {
+        "text": {"text": " ".join(WORDS[(number + i) % 10] for i in range(200))},
+        "pairs": {"prompt": prompt, "chosen": f" {told}", "rejected": f" {wrong}"},
+        "chats": {"messages": messages},
+        "tasks": {"prompt": prompt, "answer": told},
+    }
+
+
+def model_of(model_type, folder):
+    """The folder of a tiny model of this type, and of a tokenizer of bytes."""
+    if not (to := folder / model_type).exists():
+        tiny_model(model_type, vocab_size=300).save_pretrained(to)
+        write_tokenizer(to)
+        if model_type == "gpt_oss":
+            publish_mxfp4(to)
+    return to
 
 
 LENGTHS = {"tasks": "--length 8", "pairs": "--seq 48", "text": "--seq 16", "chats": "--seq 64"}
@@ -92,10 +111,10 @@ def run_notebook(name, monkeypatch, **settings):
 
 def run(name, folder, out, monkeypatch, *more, model=None, steps=STEPS):
     """Run a recipe on data of its kind."""
-    recipe = run_all.RECIPES[name]
-    model = model_of(recipe.model, folder) if model is None else model
-    arguments = [folder / f"{recipe.data}.jsonl", out, "--model", model]
-    arguments += [*LENGTHS[recipe.data].split(), "--steps", steps]
+    data = DATA.get(name, "text")
+    model = model_of(MODELS.get(name, "qwen3_moe"), folder) if model is None else model
+    arguments = [folder / f"{data}.jsonl", out, "--model", model]
+    arguments += [*LENGTHS[data].split(), "--steps", steps]
     return run_script(name, monkeypatch, *arguments, *more)
 
 

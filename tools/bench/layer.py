@@ -2,11 +2,9 @@
 
     python tools/bench/layer.py                         qwen3-30b-a3b, 4096 and 16384 tokens
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
-    python tools/bench/layer.py --peers ours,mxfp4,portable --tokens 16,256,4096
+    python tools/bench/layer.py --peers ours --tokens 16,256,4096
 
     ours        packed nf4 with double quantization, LoRA of both projections
-    mxfp4       ours, on random MXFP4 codes as a checkpoint's are kept; only where asked for
-    portable    ours, as on a card of compute capability 8.6; only where asked for
     frozen      bf16 weights, no LoRA, transformers' grouped_mm
     peft        bf16 weights, PEFT's LoRA of both projections, transformers' grouped_mm
 
@@ -17,7 +15,6 @@ The floor counts a step's products without LoRA's.
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -29,13 +26,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
-from moe_qlora.kernels import cards, workspace
-from moe_qlora.packing import parametrize
-from moe_qlora.packing.mxfp4 import MXFP4
-from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.kernels import workspace
 
 PEERS = ("ours", "frozen", "peft")
-OURS = ("ours", "mxfp4", "portable")
 
 
 def main() -> None:
@@ -43,17 +36,16 @@ def main() -> None:
     parser = parser_of(__doc__, "layer.csv")
     parser.add_argument("--shape", default="qwen3-30b-a3b", help="as `moe-qlora plan` takes it")
     parser.add_argument("--tokens", default="4096,16384")
-    parser.add_argument("--peers", type=words(*PEERS, *OURS), default=",".join(PEERS))
+    parser.add_argument("--peers", type=words(*PEERS), default=",".join(PEERS))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
     options = parser.parse_args()
     for tokens in [32] if options.tiny else map(int, options.tokens.split(",")):
         for peer in options.peers:
-            setting = f"tokens={tokens} r={options.rank} peer={peer}"
-            setting += f" {'mxfp4' if peer == 'mxfp4' else 'nf4+double'} bf16"
+            setting = f"tokens={tokens} r={options.rank} peer={peer} nf4+double bf16"
             rows = Rows(options, "tiny" if options.tiny else options.shape, setting)
             release(options.device, workspace=True)
-            with rows.attempt(peer in OURS):
+            with rows.attempt(peer == "ours"):
                 measure(peer, options, tokens, rows)
 
 
@@ -71,24 +63,14 @@ def build(options: argparse.Namespace) -> tuple[Any, str, int]:
 
 def prepare(peer: str, options: argparse.Namespace, model: Any, name: str) -> tuple[Any, Any]:
     """Turn the model into the peer's; returns its experts, and the adapters' weights."""
-    for param in moe_qlora.detect(model) if peer == "mxfp4" else ():
-        owner = model.get_submodule(param.module_name)
-        shape, settings = param.shape, CodecSettings("mxfp4", stored_transposed=owner.is_transposed)
-        draw, numel, device = torch.randint, torch.Size(shape).numel(), options.device
-        codes = draw(256, (numel // 2,), device=device, dtype=torch.uint8)
-        exponents = draw(
-            119, 122, (numel // 32,), device=device, dtype=torch.uint8
-        )  # std near 0.02
-        packed = MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)
-        parametrize.attach(owner, param.parameter_name, packed)
-    if peer in OURS:
+    if peer == "ours":
         moe_qlora.quantize_experts(model, quantization())
     if peer == "frozen":
         return model.get_submodule(name), []
     names = [p.name for p in moe_qlora.detect(model) if p.module_name == name]
     sizes: Any = {"r": options.rank, "lora_alpha": 2 * options.rank}
     config = peft.LoraConfig(target_modules=[], target_parameters=names, **sizes)
-    get: Any = moe_qlora.get_peft_model if peer in OURS else peft.get_peft_model
+    get: Any = moe_qlora.get_peft_model if peer == "ours" else peft.get_peft_model
     model = get(model, config, autocast_adapter_dtype=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
@@ -105,37 +87,36 @@ def measure(peer: str, options: argparse.Namespace, tokens: int, rows: Rows) -> 
     shapes = [weight.shape for weight in experts.parameters() if weight.dim() == 3]
     count, weights = shapes[0][0], sum(shape.numel() for shape in shapes)
     hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
-    with cards.acting_as(cards.PORTABLE) if peer == "portable" else nullcontext():
-        experts, adapters = prepare(peer, options, model, name)
+    experts, adapters = prepare(peer, options, model, name)
+    release(device)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.rand(tokens, count, device=device).topk(top_k, -1).indices
+    routing = torch.rand(tokens, top_k, device=device).softmax(-1).bfloat16().requires_grad_()
+    grad, leaves = torch.randn_like(x), [x, routing, *adapters]
+
+    def forward() -> Tensor:
+        out: Tensor = experts(x, index, routing)
+        return out
+
+    def step() -> None:
+        torch.autograd.grad(forward(), leaves, grad)
+
+    def checkpointed() -> None:
+        out = checkpoint(experts, x, index, routing, use_reentrant=False)
+        torch.autograd.grad(out, leaves, grad)
+
+    with torch.no_grad():
+        rows.add("forward", "ms", *times(forward, device, options.repeat))
+    if device.type == "cuda":
+        step()
         release(device)
-        x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
-        index = torch.rand(tokens, count, device=device).topk(top_k, -1).indices
-        routing = torch.rand(tokens, top_k, device=device).softmax(-1).bfloat16().requires_grad_()
-        grad, leaves = torch.randn_like(x), [x, routing, *adapters]
-
-        def forward() -> Tensor:
-            out: Tensor = experts(x, index, routing)
-            return out
-
-        def step() -> None:
-            torch.autograd.grad(forward(), leaves, grad)
-
-        def checkpointed() -> None:
-            out = checkpoint(experts, x, index, routing, use_reentrant=False)
-            torch.autograd.grad(out, leaves, grad)
-
-        with torch.no_grad():
-            rows.add("forward", "ms", *times(forward, device, options.repeat))
-        if device.type == "cuda":
-            step()
-            release(device)
-            memory(forward, leaves, grad, rows)
-        flops = 2 * tokens * top_k * weights / count / FLOPS * 1e3
-        # Forward and backward to the input; once more forward where that is computed again.
-        for name, run, passes in (("step", step, 2), ("step, checkpointed", checkpointed, 3)):
-            taken = times(run, device, options.repeat)
-            rows.add(name, "ms", *taken)
-            rows.add(f"{name} over FLOP floor", "x", *(ms / (passes * flops) for ms in taken))
+        memory(forward, leaves, grad, rows)
+    flops = 2 * tokens * top_k * weights / count / FLOPS * 1e3
+    # Forward and backward to the input; once more forward where that is computed again.
+    for name, run, passes in (("step", step, 2), ("step, checkpointed", checkpointed, 3)):
+        taken = times(run, device, options.repeat)
+        rows.add(name, "ms", *taken)
+        rows.add(f"{name} over FLOP floor", "x", *(ms / (passes * flops) for ms in taken))
 
 
 def memory(forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor, rows: Rows) -> None:

@@ -7,7 +7,6 @@
     ddp       torch's DistributedDataParallel: the whole model on each GPU
     fsdp2     fully_shard on each decoder layer and the root; each rank loads its own share of a
               checkpoint of random weights, which is written to the folder for temporary files
-    whole     the same, of a model that was built whole on each GPU first
 
 Experts are packed to nf4 with double quantization, other weights stay in bf16. Each engine runs in
 processes of its own. Every rank trains its own micro-batch: tokens/s are those of all together.
@@ -27,14 +26,11 @@ import torch
 from common import append_row, environment, peak, percentiles, recompute, release, words
 from shapes import encode_bf16, meta_model, quantization, whole_config, write_checkpoint
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
-from moe_qlora.distributed.sharding import shard_model
 
-ENGINES = ("single", "ddp", "fsdp2", "whole")
+ENGINES = ("single", "ddp", "fsdp2")
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "transformers", "engine", "gpus", "model", "layers"),
     *("seq", "micro_batch", "step_s", "step_p20", "step_p80", "tokens_per_s"),
@@ -52,8 +48,6 @@ def main() -> None:
     add("--gpus", type=int, default=2)
     add("--engines", type=words(*ENGINES), default=",".join(ENGINES))
     add("--reshard", action=argparse.BooleanOptionalAction, default=True)
-    add("--prefetch", type=int, default=0, help="layers that FSDP2 gathers ahead")
-    add("--profile", help="a file for rank 0's kernels of a step")
     options = parser.parse_args()
     options.seq = 64 if options.tiny else options.seq
     for number, engine in enumerate(options.engines):
@@ -125,15 +119,6 @@ def _run(engine: str, options: argparse.Namespace) -> dict[str, Any]:
     figures |= {"tokens_per_s": ranks * shape[0] * shape[1] / middle}
     figures |= {"first_loss": losses[0], "last_loss": losses[-1]}
     figures |= {"train_peak_gb": peak(device) / GB}
-    if options.profile:
-        from torch.profiler import profile
-
-        with profile() as found:
-            common.train(model, optimizer, draw, 1)
-        if rank == 0:
-            found.export_chrome_trace(f"{options.profile}.json.gz")
-            table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=40)
-            Path(options.profile).write_text(table)
     return figures
 
 
@@ -148,9 +133,6 @@ def _whole(engine: str, config: Any, options: argparse.Namespace) -> Any:
         more: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         ids = [device.index] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids, **more)
-    if engine == "whole":
-        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-        shard_model(model, mesh, reshard_after_forward=options.reshard)
     return model
 
 
@@ -169,11 +151,6 @@ def _fsdp2(_: str, config: Any, options: argparse.Namespace) -> Any:
     model.config.get_text_config().use_cache = False
     if options.checkpointing:
         recompute(model)
-    ahead = options.prefetch  # layers that are gathered while one computes, forward and back
-    layers = [m for m in model.modules() if ahead and isinstance(m, FSDPModule)][1:]
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
-        layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
     if options.prepare:
         whole_model.prepared(model, options)
     return model
@@ -186,13 +163,9 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
     row |= {"engine": engine, "gpus": ranks, "model": "tiny" if options.tiny else options.model}
     row |= {"layers": config.get_text_config().num_hidden_layers, "seq": options.seq}
     row |= {"micro_batch": options.micro_batch}
-    row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
-    for name, is_set in (
-        ("gathered once", not options.reshard),
-        (f"prefetch={options.prefetch}", options.prefetch),
-        (f"prepare_training {options.prepare}", options.prepare),
-    ):
-        row["note"] += f", {name}" if is_set else ""
+    prepared = f", prepare_training {options.prepare}" if options.prepare else ""
+    once = "" if options.reshard else ", gathered once"
+    row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}{once}{prepared}"}
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}
     row = {key: row[key] for key in COLUMNS if key in row}
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)

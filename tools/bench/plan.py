@@ -8,7 +8,6 @@ memory after packing and its peak in training with plans from the configuration 
 """
 
 import argparse
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +79,7 @@ def main() -> None:
 
 def measure(case: Case, options: argparse.Namespace) -> None:
     """Build, pack, plan, train, compare."""
-    start, device = time.perf_counter(), options.device
+    device = options.device
     config = whole_config(MODELS.get(case.model, case.model), layers=case.layers, tiny=options.tiny)
     config.vocab_size = config.vocab_size if options.tiny else case.vocabulary or config.vocab_size
     seq = 64 if options.tiny else case.seq
@@ -105,7 +104,6 @@ def measure(case: Case, options: argparse.Namespace) -> None:
         if from_config.peak != planned.peak:
             raise RuntimeError(f"two plans: {from_config.peak} and {planned.peak}")
     train(model, case, seq, device)
-    print(f"planned moment: {planned.peak.moment}; {time.perf_counter() - start:.0f} s")
     for name, real, said in (
         ("packed weights", weights, planned.resident),
         ("peak in training", peak(device), planned.peak.nbytes),
