@@ -201,10 +201,10 @@ def fingerprint(
                 rows: Any = () if any(value.device_mesh.get_coordinate()) else value.to_local()
                 if len(rows) >= min(SAMPLED_ROWS, len(value)) and rows.shape[1:] == value.shape[1:]:
                     value = nn.Parameter(rows, requires_grad=False)
-            skipped = re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
+            skipped = re.search(r"\.(parametrizations|modules_to_save|trainable_\w+)\.|lora_", key)
             plain = type(value) is nn.Parameter and value.dim() == 2 and not value.is_meta
             if plain and not skipped and key.rpartition(".")[0] not in linears:
-                own[unwrapped_name(key).replace(".original_module", "")] = value
+                own[re.sub(r"\.(original_module|token_adapter)\b", "", unwrapped_name(key))] = value
         weight, name = own.get, getattr(model, "name_or_path", "")
         if names is None:
             names = list(own)[:: max(len(own) // _WEIGHTS, 1)][:_WEIGHTS]

@@ -18,7 +18,7 @@ from transformers import AutoModel
 from upstream import ADAPTER_METHODS
 
 import moe_qlora
-from moe_qlora.checkpoint.training_codec import NOTE
+from moe_qlora.checkpoint.training_codec import NOTE, fingerprint
 from moe_qlora.errors import AdapterError
 from moe_qlora.testing import tiny_model
 
@@ -191,3 +191,12 @@ def test_every_reader_refuses_a_wrong_value_in_one_sentence(folders, tmp_path):
             moe_qlora.load_adapter(model, bad, "other")
     with pytest.raises(moe_qlora.MoeQloraError, match=said):
         load_by_peft(base, bad)
+
+
+def test_trained_rows_and_adapters_leave_the_weights_of_a_fingerprint():
+    """A run of added tokens resumes on a model that has its adapter, whose rows were trained."""
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    before = fingerprint(model).bits
+    config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 7])
+    found = fingerprint(peft.get_peft_model(model, config).get_base_model()).bits
+    assert len(before) > 1 and found == before

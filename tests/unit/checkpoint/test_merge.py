@@ -59,10 +59,9 @@ def adapt(model: Any, folder: Path, linears: Sequence[str] = (), **settings: Any
     make = partial(moe_qlora.get_peft_model, experts=True) if packed else peft.get_peft_model
     adapted: Any = make(model, config)
     generator = torch.Generator().manual_seed(3)
-    for name, parameter in adapted.named_parameters():
+    for parameter in adapted.parameters():
         if parameter.requires_grad:
-            size = 0.1 if ".lora_" in name else 0.01
-            parameter.data += size * torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
     save(adapted, folder, **({"save_embedding_layers": True} if packed else {}))
     return adapted
 
