@@ -224,7 +224,7 @@ def test_no_experts_in_other_types(part, tools):
         looked_at += 1
         found |= {f"{model_type} {p.name}": p.evidence for p in moe_qlora.detect(model)}
     assert not found
-    assert looked_at >= 0.65 * wanted, "too few could be built to say anything"
+    assert looked_at >= 0.6 * wanted, "too few could be built to say anything"
 
 
 # Vision, speech and omni models hold whatever text model their configuration names; by default
