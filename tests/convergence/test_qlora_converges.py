@@ -23,8 +23,8 @@ from tools import demo
 
 BNB = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 BNB |= {"bnb_4bit_compute_dtype": "float32"}
-STEPS, RATE = 70, 1e-2
-SCALE = demo.Scale(hidden=64, experts=8, pretrain_steps=150, steps=STEPS, characters=300_000)
+STEPS, RATE = 80, 1e-2
+SCALE = demo.Scale(hidden=64, experts=8, pretrain_steps=250, steps=STEPS, characters=300_000)
 
 
 def lora_config(experts: bool) -> LoraConfig:
@@ -67,8 +67,8 @@ def test_packed_experts_train_like_full_ones(tmp_path):
     losses = f"{start=:.4f} {full=:.4f} {packed=:.4f} {frozen=:.4f}"
     assert packed < start - 0.2, losses
     assert abs(packed - full) < 0.02 * full, losses
-    # Over three seeds packed ended within 0.08 % of full, and 1.0 to 1.4 % below frozen. An adapter
+    # Over three seeds packed ended within 0.04 % of full, and 1.5 to 1.7 % below frozen. An adapter
     # that trains wrong would lie between the two, so what LoRA on the experts brings must be there
     # nearly whole.
-    assert packed < 0.993 * frozen, losses
+    assert packed < 0.99 * frozen, losses
     assert frozen - packed > 0.8 * (frozen - full), losses

@@ -193,7 +193,7 @@ def test_a_default_configuration_is_called_so_first(name):
 
 ROOT = Path(__file__).parents[2]
 OTHERS = sorted(set(CONFIG_MAPPING.keys()) - set(registry_families()))
-PARTS = 24
+PARTS = 12
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_no_experts_in_other_types(part, tools):
         looked_at += 1
         found |= {f"{model_type} {p.name}": p.evidence for p in moe_qlora.detect(model)}
     assert not found
-    assert looked_at >= 0.6 * wanted, "too few could be built to say anything"
+    assert looked_at >= 0.65 * wanted, "too few could be built to say anything"
 
 
 # Vision, speech and omni models hold whatever text model their configuration names; by default

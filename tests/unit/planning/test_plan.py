@@ -114,13 +114,21 @@ def test_a_card_that_is_named_computes_as_it_does(no_levels):
     assert 0 < small <= 2 * (4 * GIB // limits.WORKSPACE_PART) and small < DEQUANTIZED
 
 
-def test_peaks_under_liger_that_were_measured_on_an_h200():
-    """layers=48, lora=experts,attention, with=liger,graphs,adamw_fused: results/model.csv."""
-    config, quantization = named.resolve("qwen3-30b-a3b").config, BitsAndBytesConfig(**MEASURED)
-    settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", "seq": 32768}
+LIGER = (  # layers=48 or 32, lora=experts,attention, with=liger,graphs,adamw_fused: model.csv
+    ("qwen3-30b-a3b", {"seq": 32768}, 34.7135e9, 0.01),
+    ("mixtral-8x7b", {"seq": 4096}, 32.5749e9, 0.03),
+)
+
+
+@pytest.mark.parametrize(("name", "sizes", "peak", "tolerance"), LIGER)
+def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tolerance):
+    """What Liger's other kernels save is not counted, so that short sequences are over by some."""
+    config = named.resolve(name).config
+    quantization = BitsAndBytesConfig(**MEASURED)
+    settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", **sizes}
     made = plan(config, quantization, prepared=True, **settings)
-    assert made.peak.nbytes == pytest.approx(34.7135e9, rel=0.01)
-    assert plan(config, quantization, **settings).peak.nbytes > 1.02 * made.peak.nbytes
+    assert made.peak.nbytes == pytest.approx(peak, rel=tolerance)
+    assert plan(config, quantization, **settings).peak.nbytes > 1.02 * peak
 
 
 def test_optimizers_states():
