@@ -53,7 +53,9 @@ def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
     if packed.table is None:
         return bits
     tables = [packed.table]
-    if nested is not None:
+    if nested is not None and nested.offset is nested.absmax:  # Of a share
+        bits["nested"] = nested.absmax
+    elif nested is not None:
         offset = nested.offset.reshape(1)
         floats = torch.cat([offset, offset.new_zeros(3), nested.absmax])
         bits["nested"] = floats.view(torch.uint8)

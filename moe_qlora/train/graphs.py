@@ -15,8 +15,8 @@ as in a step without graphs, and nothing that is kept is overwritten. The first 
 pass that begins before the backward of the last one runs without graphs. So does a layer that
 cannot be replayed as it was recorded, and the next pass records all anew.
 
-A graph reads packed experts where they were when it was recorded: on the device, or in a layer's
-slot (offload.py), which a lease keeps filled meanwhile.
+A graph reads weights where they were when it was recorded: on the device, in a layer's slot
+(offload.py), which a lease keeps filled meanwhile, or where FSDP2 gathers them (gathered.py).
 """
 
 from __future__ import annotations
@@ -98,6 +98,9 @@ class LayerGraphs:
     def remove(self) -> None:
         """Let the layers run without graphs, and free these."""
         self.forget()
+        for each in self._calls:
+            if each.gather is not None:
+                each.gather.undo()
         for runner in self._runners:
             runner.graphs = runner.calls = None
             runner.end()
@@ -152,6 +155,8 @@ class LayerGraphs:
     def _found(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
         """Return the outputs of a replay, of a call that may be recorded before; else None."""
         calls: LayerCalls = runner.calls
+        if calls.gather is None:
+            calls.gather = world().fix_gather(runner.layer, self.buffer)
         if (reserved := calls.reserve()) is None:
             return None
         if calls.places != reserved[0]:
@@ -215,7 +220,8 @@ class LayerCalls:
     def __init__(self, layer: nn.Module, place: int) -> None:
         self.layer, self.place = layer, place
         self.known: dict[Hashable, RecordedCall] = {}  # By kind; the one run last is the last
-        self.places: Any = None  # Of the experts, when these were recorded
+        self.places: Any = None  # Of the weights, when these were recorded
+        self.gather: Any = None  # `FixedGather` of a layer that FSDP2 shards
         self._lists = [module for module in layer.modules() if isinstance(module, PackedList)]
         self._tree: list[tuple[Any, list[Any], bool]] = []  # Children; whether it has LoRA
 
@@ -229,11 +235,12 @@ class LayerCalls:
         return self._tree
 
     def reserve(self, places: tuple[Hashable, ...] | None = None) -> Any:
-        """Return where the experts are, equal for equal addresses, and leases that keep them there.
+        """Return where the weights are, equal for equal addresses, and leases that keep them there.
 
         None where they are not at `places`, if given, or where others hold their slot just now.
         """
         found: list[Hashable] = [each.moves for each in self._lists]
+        found += [] if self.gather is None else [self.gather.address]
         leases: dict[int, object] = {}
         for each in self._lists:
             host = each.host
@@ -304,7 +311,7 @@ class RecordedCall:
         self, graphs: LayerGraphs, runner: LayerRunner, level: str, args: Any, kwargs: Any,
         leaves: Sequence[Any], role: Hashable,
     ) -> None:  # fmt: skip
-        check_recordable(graphs.model, runner.layer)
+        check_recordable(graphs.model, runner)
         self.graphs, self.runner, self.layer, self.level = graphs, runner, runner.layer, level
         self.calls: LayerCalls = runner.calls
         self.places = self.calls.places
@@ -526,11 +533,12 @@ def uncached_autocast() -> Any:
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
 
 
-def check_recordable(model: nn.Module, layer: nn.Module) -> None:
-    """Raise if FSDP2 gathers the weights, or a module within a layer has a hook of other code."""
-    if world().uses_fsdp(model):
-        raise ObstacleError("FSDP gathers weights at other addresses each time")
-    for name, module in layer.named_modules():
+def check_recordable(model: nn.Module, runner: LayerRunner) -> None:
+    """Raise if weights move, or a module within a layer has a hook of other code."""
+    gather = runner.calls.gather
+    if world().uses_fsdp(model) and (gather is None or not gather.is_fixed):
+        raise ObstacleError("FSDP does not gather it by itself, one layer at a time")
+    for name, module in runner.layer.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         for hook in hooks if name else ():
             home = getattr(hook, "__module__", None) or type(hook).__module__

@@ -5,8 +5,7 @@
     3. fit_memory    what each decoder layer keeps for its backward (train/fit.py)
 
 The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
-with Liger's loss and compiled layers. Under FSDP, whose weights are gathered anew for each layer,
-layers are compiled and not recorded.
+with Liger's loss and compiled layers.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        if _sharding(model) is None:  # Engines put other parameters in the place of these
+        if not _is_sharded(model):  # Engines put other parameters in the place of these
             undo.callback(quicken_walks(model))
         prepared.push(undo.pop_all())
     _log.info("%s", prepared)
@@ -161,8 +160,7 @@ def _quicken(prepared: PreparedTraining, model: nn.Module, undo: ExitStack) -> N
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()
-    if (obstacle := _sharding(model)) is None:
-        obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
+    obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
     of_all = f"{len(layers)} layers"
     compiled = of_all if compiles else "not used; Triton is not installed"
     graphs = f"not used; {obstacle}" if obstacle else f"{of_all}, recorded in the second step"
@@ -191,12 +189,9 @@ def _obstacle(layers: list[Any]) -> str | None:
     return None
 
 
-def _sharding(model: nn.Module) -> str | None:
-    """Return why weights are, or will be, sharded over ranks; None if they are not."""
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether weights are sharded over ranks, or will be."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        return "weights are sharded over ranks"
-    if runs_distributed() and is_fsdp_enabled():
-        return "FSDP will shard the weights"
-    return None
+    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    return sharded or (runs_distributed() and is_fsdp_enabled())

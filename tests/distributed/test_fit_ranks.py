@@ -9,10 +9,12 @@ from torch.nn.parallel import DistributedDataParallel as Ddp
 
 import moe_qlora
 from moe_qlora.testing import run_distributed
-from tests.helpers.fitting import BATCH, ENOUGH, adapted, fitted, least_memory, token_ids
+from tests.helpers import fitting
+from tests.helpers.fitting import BATCH, ENOUGH, fitted, least_memory, token_ids
 from tests.helpers.ranks import said, sharded
 from tests.helpers.training import train
 
+adapted = partial(fitting.adapted, double=True)
 HOSTED = partial(adapted, num_hidden_layers=3)  # whose experts lie in host memory
 
 

@@ -29,11 +29,14 @@ ENOUGH = 1 << 40
 _LINEARS = ("q_proj", "v_proj", "o_proj")
 
 
-def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: Any) -> Any:
-    key = f"{model_type} {kind} {overrides}"
+def adapted(
+    model_type: str = "qwen3_moe", *, kind: str = "4bit", double: bool = False, **overrides: Any
+) -> Any:
+    key = f"{model_type} {kind} {double} {overrides}"
     if key not in _built:
         model = tiny_model(model_type, seed=0, **overrides)
-        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**{f"load_in_{kind}": True}))
+        settings = {f"load_in_{kind}": True, "bnb_4bit_use_double_quant": double}
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**settings))
         _built[key] = with_lora(model)
         _built[key].equal_models = key
     return copy.deepcopy(_built[key])

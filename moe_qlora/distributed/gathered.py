@@ -1,0 +1,80 @@
+"""Lets FSDP2 gather a decoder layer at the same addresses each time, which CUDA graphs need.
+
+FSDP2 allocates what it gathers in each forward and backward, and frees it after. One layer's weights
+are gathered at a time, so layers of the same sizes share memory here that stays allocated.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+Buffer = Callable[[Hashable, Tensor], Tensor]
+"""Returns memory as a tensor has it, for a role that several share."""
+
+
+class FixedGather:
+    """A layer that FSDP2 gathers in shared memory, until `undo`."""
+
+    def __init__(self, group: Any, buffer: Buffer) -> None:
+        self._group, self._params = group, group.fsdp_params
+        outputs = [output for param in self._params for output in param.all_gather_outputs]
+        # One that stays gathered until its backward shares with none
+        role: Hashable = None if group._reshard_after_forward else id(group)
+        role = role, *((output.numel(), output.dtype) for output in outputs)
+        shared = [buffer(("gathered", i, role), output) for i, output in enumerate(outputs)]
+        self._first: Any = shared[0]
+        self.is_fixed = not self._is_taken()
+        if self.is_fixed:
+            self._put(shared)
+            for param in self._params:
+                param.free_unsharded_param = lambda: None
+            self._params[0].alloc_all_gather_outputs = self._take
+
+    @property
+    def address(self) -> int:
+        return int(self._params[0].all_gather_outputs[0].data_ptr())
+
+    def _is_taken(self) -> bool:
+        """Whether another layer is gathered there now, as a caller of `unshard` may want."""
+        holder = getattr(self._first, "holder", self._group)
+        return holder is not self._group and bool(holder.is_unsharded)
+
+    def _take(self) -> None:
+        if self._is_taken():
+            self.undo()
+            self._params[0].alloc_all_gather_outputs()
+        else:
+            self._first.holder = self._group
+
+    def _put(self, memory: list[Tensor]) -> None:
+        for param, place in zip(self._params, memory, strict=True):
+            whole = param._unsharded_param
+            if self._group.is_unsharded:
+                place.copy_(param.all_gather_outputs[0])
+            param.all_gather_outputs = [place]
+            whole.data = place.as_strided(whole.shape, whole.stride())
+
+    def undo(self) -> None:
+        """Let FSDP2 allocate and free the layer's memory again."""
+        if not self.is_fixed:
+            return
+        self.is_fixed = False
+        for param in self._params:
+            del param.free_unsharded_param
+        del self._params[0].alloc_all_gather_outputs
+        self._put([torch.empty_like(param.all_gather_outputs[0]) for param in self._params])
+        if self._group.is_sharded:
+            for param in self._params:
+                param.free_unsharded_param()
+
+
+def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
+    """Fix the addresses of a layer that is gathered now; None if FSDP2 does not shard it by itself."""
+    module: Any = layer
+    group = module._get_fsdp_state()._fsdp_param_group if isinstance(layer, FSDPModule) else None
+    if group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1:
+        return None
+    return FixedGather(group, buffer)

@@ -1,0 +1,104 @@
+"""Layers that FSDP2 gathers at fixed addresses: recorded, they train as one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed
+
+from moe_qlora.planning import levels
+from moe_qlora.testing import run_distributed
+from tests.helpers.fitting import adapted, token_ids
+from tests.helpers.graphed import emulate, recorded
+from tests.helpers.ranks import sharded
+from tests.helpers.training import assert_same_training, record
+
+LAYERS = 3
+
+
+def small():
+    model = adapted("qwen3_moe", num_hidden_layers=LAYERS, num_experts=2)
+    model.get_base_model().config.use_cache = False
+    return model
+
+
+def batches():
+    return [token_ids(small(), batch=4, seed=seed) for seed in range(4)]
+
+
+def layers_of(model):
+    return model.get_base_model().model.layers
+
+
+def addresses(layer):
+    return [parameter.data_ptr() for parameter in layer.parameters()]
+
+
+def recorded_run(rank, world, level, once):
+    """Training on a level with graphs; how many calls are recorded; where the layers were."""
+    model, seen = sharded(small(), reshard_after_forward=not once), []
+    for layer in layers_of(model):
+        layer.register_forward_hook(lambda layer, *_: seen.append(addresses(layer)), prepend=True)
+    with recorded(model, level) as made:
+        run = record(model, batches(), rank, world)
+        count = made.recorded
+    return run, count, seen[-LAYERS:]
+
+
+def several_at_once(rank):
+    """Whether layers are whole that a caller gathers one after the other; graphs after it."""
+    model = sharded(small())
+    ids = token_ids(small(), seed=rank)
+    with recorded(model, levels.KEEP) as made:
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+        shares = [[p.full_tensor() for p in layer.parameters()] for layer in layers_of(model)]
+        for layer in layers_of(model):
+            layer.unshard()
+        found = [[*layer.parameters()] for layer in layers_of(model)]
+        right = all(
+            torch.equal(one, share)
+            for layer, whole in zip(found, shares, strict=True)
+            for one, share in zip(layer, whole, strict=True)
+        )
+        for layer in layers_of(model):
+            layer.reshard()
+        losses = []
+        for _ in range(3):
+            losses.append(model(input_ids=ids, labels=ids).loss)
+            losses[-1].backward()
+    return right, made.recorded, [loss.item() for loss in losses]
+
+
+def run(rank, world):
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        runs = {
+            (level, once): recorded_run(rank, world, level, once)
+            for level in (levels.KEEP, levels.RECOMPUTE)
+            for once in (False, True)
+        }
+        return runs, several_at_once(rank)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_distributed(run, 2)
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["twice", "once"])
+@pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
+def test_recorded_shares_train_as_one_process_does(ranks, level, once):
+    want = record(small(), batches(), 0, 1)
+    for runs, _ in ranks:
+        run, count, places = runs[level, once]
+        assert_same_training(run, want, 1e-4)
+        assert count == LAYERS
+        # Where one is gathered at a time, all are at the same addresses.
+        assert len({tuple(each) for each in places}) == (LAYERS if once else 1)
+
+
+def test_layers_that_a_caller_gathers_together_are_whole(ranks):
+    for _, (right, _, losses) in ranks:
+        assert right
+        assert losses == [pytest.approx(losses[0])] * 3
