@@ -1,7 +1,8 @@
 """Lets FSDP2 gather a decoder layer at the same addresses each time, which CUDA graphs need.
 
 FSDP2 allocates what it gathers in each forward and backward, and frees it after. One layer's weights
-are gathered at a time, so layers of the same sizes share memory here that stays allocated.
+are gathered at a time, so layers of the same sizes share memory here that stays allocated. A layer
+that stays gathered until its backward has memory of its own, and stays so until gradients are reduced.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,8 +22,8 @@ class FixedGather:
     def __init__(self, group: Any, buffer: Buffer) -> None:
         self._group, self._params = group, group.fsdp_params
         outputs = [output for param in self._params for output in param.all_gather_outputs]
-        # One that stays gathered until its backward shares with none
-        role: Hashable = None if group._reshard_after_forward else id(group)
+        shares = group._reshard_after_forward
+        role: Hashable = None if shares else id(group)
         role = role, *((output.numel(), output.dtype) for output in outputs)
         shared = [buffer(("gathered", i, role), output) for i, output in enumerate(outputs)]
         self._first: Any = shared[0]
@@ -32,6 +33,8 @@ class FixedGather:
             for param in self._params:
                 param.free_unsharded_param = lambda: None
             self._params[0].alloc_all_gather_outputs = self._take
+            if not shares:
+                group.reshard = self._reshard
 
     @property
     def address(self) -> int:
@@ -49,6 +52,12 @@ class FixedGather:
         else:
             self._first.holder = self._group
 
+    def _reshard(self) -> None:
+        # Without reducing, no weight has changed when the next micro-batch comes
+        group = self._group
+        if group.reduce_grads or group._training_state.name != "POST_BACKWARD":
+            type(group).reshard(group)
+
     def _put(self, memory: list[Tensor]) -> None:
         for param, place in zip(self._params, memory, strict=True):
             whole = param._unsharded_param
@@ -65,6 +74,7 @@ class FixedGather:
         for param in self._params:
             del param.free_unsharded_param
         del self._params[0].alloc_all_gather_outputs
+        vars(self._group).pop("reshard", None)
         self._put([torch.empty_like(param.all_gather_outputs[0]) for param in self._params])
         if self._group.is_sharded:
             for param in self._params:

@@ -1,5 +1,6 @@
 """What other rooms ask of many ranks (`world()`); in a single process nothing is sharded."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -104,6 +105,18 @@ def before_forward(model: nn.Module) -> None:
 def uses_fsdp(model: nn.Module) -> bool:
     """Whether FSDP2 has taken a model or modules of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether weights are sharded over ranks."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def gather_once(layers: Iterable[nn.Module], once: bool) -> None:
+    """Let FSDP2 keep layers that it shards gathered from their forward until their backward."""
+    for layer in layers:
+        if isinstance(layer, FSDPModule):
+            layer.set_reshard_after_forward(not once, recurse=False)
 
 
 def stock_class(module: nn.Module) -> type:

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from itertools import starmap
+from itertools import accumulate, starmap
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ..planning.choice import RECOMPUTE, Choice, Choices, ExpertLayer, LayerChoi
 from ..planning.devices import FRAGMENTATION, Pace, pace_named, tensors_limit
 from ..planning.model import StepModel, slot_nbytes
 from ..planning.step import Loss, measure_step
+from ..world import world
 from .flat_rows import RowMemory, has_flat_rows, limit_lengths
 from .layers import LayerRunner, decoder_layers, runner_of
 from .offload import expert_groups, held_tensors, offload_of, tied_lists
@@ -55,6 +56,9 @@ def fit_memory(
     in long sequences attention alone), or nothing but its input. Steps of this model are measured
     for that, so call it when the model is complete: after `get_peft_model`, Liger and
     `layer.compile()`, before the training loop. Gradients are those of the same kernels.
+
+    Under FSDP2, what memory is left holds gathered layers: these are not gathered again for their
+    backward.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
@@ -136,6 +140,7 @@ class Fit(ExitStack):
         self._sizes = sizes  # Sequences, and tokens in each
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._steps = 0  # That were checked
+        self._gathered: list[nn.Module] | None = None  # Layers that FSDP2 gathers once a pass
         base = base_model(model)
         try:
             groups = expert_groups(base)
@@ -164,10 +169,17 @@ class Fit(ExitStack):
                 self.callback(setattr, runner.layer, "gradient_checkpointing", True)
 
     def _before_forward(self, trunk: nn.Module, _: Any) -> None:
-        if trunk.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or any(r.measured for r in self._runners.values()):
+            return
+        trains = trunk.training and torch.is_grad_enabled()
+        if world().uses_fsdp(next(iter(self._runners.values())).layer):
+            if trains and self._gathered is None:
+                self._keep_gathered()
+            # Not where no backward follows, after which they would be gathered still
+            world().gather_once(self._gathered or (), trains)
+        if trains:
             self._switch_checkpointing_off()  # Trainer may have enabled it
-            measured = any(runner.measured for runner in self._runners.values())
-            if self._device.type == "cuda" and not measured:
+            if self._device.type == "cuda":
                 self._check_first_steps()
 
     def _choose(self, memory: int | str | None) -> None:
@@ -328,11 +340,30 @@ class Fit(ExitStack):
         for name, runner in self._runners.items():
             runner.level = choice.levels.get(name, RECOMPUTE)
             runner.fits_beside = both <= self.memory
+        self._room = int((self.memory - both) / (1 + self._gaps))
+        self._was_whole = not world().is_sharded(self._model)
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[RECOMPUTE] if a.name in self._runners)
         room = 1 + (self.memory - self._needs) / pool
         limit_lengths(self._model, RowMemory(room, kept / pool))
+
+    def _keep_gathered(self) -> None:
+        """Choose layers that FSDP2 gathers once for forward and backward, from the last one."""
+        layers = [runner.layer for runner in self._runners.values()]
+        sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
+        room = self._room - 3 * max(sizes)  # One that is gathered, and two on their way
+        if self._was_whole:  # Half of it or more was freed since
+            room += sum(sizes) // 2
+
+        def missing() -> list[int]:
+            return [sum(total > room for total in accumulate(reversed(sizes)))]
+
+        (others,) = self._agreed(missing)
+        self._gathered = layers[others:]
+        self.peak += sum(sizes[others:])
+        self._needs += int(sum(sizes[others:]) * (1 + self._gaps))
+        self.callback(world().gather_once, self._gathered, False)
 
     def _check_first_steps(self) -> None:
         """Compare the planned peak with that of the first steps, before each forward."""

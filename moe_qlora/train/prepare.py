@@ -190,8 +190,7 @@ def _obstacle(layers: list[Any]) -> str | None:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether weights are sharded over ranks, or will be."""
+    """Whether weights are sharded over ranks, or will be by accelerate's settings."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-    return sharded or (runs_distributed() and is_fsdp_enabled())
+    return world().is_sharded(model) or (runs_distributed() and is_fsdp_enabled())

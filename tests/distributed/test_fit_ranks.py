@@ -43,6 +43,13 @@ def run(rank, world, memories, least):
     fit = fitted(model, (ENOUGH, fitted_peak(model) - 1)[rank])
     found["after FSDP2"] = [layer.activations for layer in fit.layers]
     found["after FSDP2, losses"] = train(model, batches(), rank, world)
+    model = sharded(adapted())
+    with fitted(model, ENOUGH) as fit:
+        found["gathered once, losses"] = train(model, batches(), rank, world)
+        found["gathered once"] = len(fit._gathered), fit.peak
+        model.eval()(batches()[0])
+        layers = model.get_base_model().model.layers
+        found["shares after it"] = all(hasattr(w, "device_mesh") for w in layers.parameters())
     found["too small on one"] = said(fitted, adapted(), (ENOUGH, 1)[rank])
     found["no size on one"] = said(fitted, adapted(), (ENOUGH, "abc")[rank])
     return found
@@ -64,6 +71,9 @@ def test_all_ranks_decide_alike_and_train_as_one(ranks):
         for way in ("before FSDP2", "after FSDP2"):
             assert one[way] == ["part", "keep"]  # what fits the smaller memory
             assert one[f"{way}, losses"] == pytest.approx(expected, rel=1e-5)
+        assert one["gathered once"] == (len(one["after FSDP2"]), ranks[0]["gathered once"][1])
+        assert one["gathered once, losses"] == pytest.approx(expected, rel=1e-5)
+        assert one["shares after it"]
         assert one["offloaded"] == ["host"] * 3 and one["hosted after it"] == 3
         assert one["offloaded, losses"] == pytest.approx(hosted, rel=1e-5)
 

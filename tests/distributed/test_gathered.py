@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import distributed
 
 from moe_qlora.planning import levels
 from moe_qlora.testing import run_distributed
 from tests.helpers.fitting import adapted, token_ids
 from tests.helpers.graphed import emulate, recorded
 from tests.helpers.ranks import sharded
-from tests.helpers.training import assert_same_training, record
+from tests.helpers.training import assert_same_training, record, whole_gradients
 
 LAYERS = 3
 
@@ -41,8 +40,23 @@ def recorded_run(rank, world, level, once):
         layer.register_forward_hook(lambda layer, *_: seen.append(addresses(layer)), prepend=True)
     with recorded(model, level) as made:
         run = record(model, batches(), rank, world)
-        count = made.recorded
-    return run, count, seen[-LAYERS:]
+        count, places = made.recorded, seen[-LAYERS:]
+        summed = accumulated(model, rank, world)
+    return run, count, places, summed
+
+
+def accumulated(model, rank=0, world=1):
+    """Gradients of two micro-batches, reduced once; whether layers were gathered between them."""
+    model.zero_grad()
+    for ids, last in zip(batches()[:2], (False, True), strict=True):
+        if world > 1:
+            model.set_requires_gradient_sync(last)
+        ids = ids.chunk(world)[rank]
+        model(input_ids=ids, labels=ids).loss.backward()
+        if not last:
+            weights = [w for layer in layers_of(model) for w in layer.parameters()]
+            held = not any(hasattr(weight, "device_mesh") for weight in weights)
+    return {n: g.clone() for n, g in whole_gradients(model).items()}, held
 
 
 def several_at_once(rank):
@@ -89,11 +103,14 @@ def ranks():
 @pytest.mark.parametrize("once", [False, True], ids=["twice", "once"])
 @pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
 def test_recorded_shares_train_as_one_process_does(ranks, level, once):
-    want = record(small(), batches(), 0, 1)
+    model = small()
+    want, sums = record(model, batches(), 0, 1), accumulated(model)
     for runs, _ in ranks:
-        run, count, places = runs[level, once]
+        run, count, places, (gradients, held) = runs[level, once]
         assert_same_training(run, want, 1e-4)
         assert count == LAYERS
+        assert_same_training((run[0], gradients), (run[0], sums[0]), 1e-4)
+        assert held == once
         # Where one is gathered at a time, all are at the same addresses.
         assert len({tuple(each) for each in places}) == (LAYERS if once else 1)
 
