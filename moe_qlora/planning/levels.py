@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -104,7 +105,7 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     router may choose other experts. One compilation serves rows of all lengths.
     """
     whole = _compile(own) if compiles else own
-    part = _compile(compute) if compiles else compute
+    part = _compile(compute, joint_custom_post_pass=_LengthsAreSaved()) if compiles else compute
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if compiles and torch.is_grad_enabled():
@@ -115,8 +116,23 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     return run
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch.compile(function)
+class _LengthsAreSaved(CustomGraphPass):
+    """Lets backward have the arguments of compiled code, which nothing can recompute."""
+
+    # Inductor of torch 2.11 gives the mark of a size that is recomputed to the length that it puts
+    # in its place: routers in groups (GLM-4.5, DeepSeek-V3) did not compile, "Node add was invalid".
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.meta.pop("recompute", None)
+
+    def uuid(self) -> bytes:
+        return b"moe_qlora, lengths are saved"
+
+
+def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    compiled = torch.compile(function, options=options or None)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(_OPTIONS):
