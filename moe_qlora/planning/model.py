@@ -27,6 +27,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
+from ..checkpoint.rows import kept_dtypes
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
@@ -73,11 +74,6 @@ class PackedPart(NamedTuple):
     linear: bool
     weight: PackedWeight
 
-    @property
-    def statistics(self) -> int:
-        """Bytes of its statistics."""
-        return sum(tensor.nbytes for tensor in self.weight.statistics)
-
 
 def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
     """Yield everything of a model that is packed: experts, then Linear layers."""
@@ -109,19 +105,12 @@ def slot_nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
-def top_k_in(model: Any) -> int:
-    """Return how many experts a token is given to, 1 where the configuration does not say."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return top_k_of(config) or top_k_of(text) or 1
-
-
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
-    classes = _layer_classes(model)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    top_k, seen, blocks = top_k_in(model), set[int](), []
+    top_k, seen, blocks = top_k_of(model) or 1, set[int](), []
     for name, unit in units_of(model):
         tensors = {id(t): t for t in tensors_in(unit) if id(t) not in seen}
         seen |= tensors.keys()
@@ -190,13 +179,9 @@ def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
     return [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
 
 
-def _layer_classes(model: Any) -> set[str]:
-    return set(getattr(model, "_no_split_modules", None) or ())
-
-
 def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield each block by its full name, single tensors included, in registration order."""
-    classes = _layer_classes(model)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes
@@ -265,7 +250,10 @@ def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) ->
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
         if asked is not None:
             attention.set_attention(model, asked)
-        _cast_as_loaded(model)
+        kept = kept_dtypes(model, next(model.parameters()).dtype)  # as the loader has them
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and (dtype := kept(name)) is not None:
+                tensor.data = tensor.data.to(dtype)
         return model
 
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
@@ -322,20 +310,6 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
                     blank.SCB, blank.CB = torch.empty_like(tensor.SCB, device="meta"), blank.data
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
-
-
-def _cast_as_loaded(model: Any) -> None:
-    """Give a new model the dtypes that transformers' loader would give it."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    dtype = next(model.parameters()).dtype
-    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
-    if plan:
-        pattern, groups, _ = build_glob_alternation(list(plan))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            match = pattern.search(name)
-            if match is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
 
 
 class StepModel:

@@ -31,12 +31,13 @@ from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
 from ..layout import base_model
+from ..lora.config import top_k_of
 from ..models.named import quiet
 from ..world import world
 from . import levels
 from .attention import fused_attention
 from .budget import Activity
-from .model import MetaModel, StepModel, known_tensors, top_k_in
+from .model import MetaModel, StepModel, known_tensors
 
 NO_CAP = 1 << 62  # Bytes of a workspace that nothing bounds
 
@@ -280,7 +281,8 @@ def _passthroughs(
     """Let the blocks between a group's first and last return tensors like those of the first."""
 
     def hidden_states(args: Any, kwargs: Any) -> Tensor:
-        return next(t for t in (*args, *kwargs.values()) if _is_floating(t))
+        given = (*args, *kwargs.values())
+        return next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())
 
     def remember(makers: list[Any], module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         hidden = hidden_states(args, kwargs)
@@ -309,10 +311,6 @@ def _passthroughs(
                 own = patch.dict(vars(blocks[name]), forward=partial(copy, makers))
                 undo.enter_context(own)
         yield
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def run_meta_step(
@@ -347,7 +345,7 @@ def run_meta_step(
             planned(workspace),
             # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
             cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True),
-            _even_counts(batch * seq * top_k_in(meta.base)),
+            _even_counts(batch * seq * (top_k_of(meta.base) or 1)),
             *(patch.dict(vars(x), forward=_on_level(level, x.forward)) for x in layers),
         ):
             stack.enter_context(each)
