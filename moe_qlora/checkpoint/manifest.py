@@ -6,8 +6,6 @@ into a folder never touches a file of the model that is there. Checksums find ac
 further checks cover all that decoding and loading rely on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -308,7 +306,7 @@ class FolderCheck:
         self._pool = ThreadPoolExecutor(_THREADS)
         self._sums = zip(keys, self._pool.map(partial(_checksum, files), keys), strict=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # transformers copies its quantizer for every tensor
 
     def check_model(self, model: Any) -> None:

@@ -44,11 +44,6 @@ class PackedOperand(NamedTuple):
         shape, kind, blocksize, nested, _ = self.spec
         return [kinds().index(kind), blocksize, nested, *shape]
 
-    def lies_on(self, device: torch.device) -> bool:
-        """Whether every part is a plain tensor on this device, or is fetched to it."""
-        plain = (t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
-        return self.hosted or all(plain)
-
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     """Return a packed expert parameter as an operand, or None for a plain one."""

@@ -13,14 +13,12 @@ rank's part of it; MXFP4 codes that are kept, and a packed folder's tensors, are
 safetensors files transformers loads experts in 16 bit, and `pack_parameter` packs them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -97,7 +95,7 @@ class Fill:
         self.error: MoeQloraError | None = None
         self.linears = packed_linears(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # transformers copies its quantizer for every tensor
 
     @property
@@ -471,7 +469,7 @@ class Ranks(NamedTuple):
     group: Any = None  # their process group
 
     @classmethod
-    def of(cls, parameter: Any) -> Ranks:
+    def of(cls, parameter: Any) -> Self:
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):
             if placement.is_shard(0):
                 mesh = parameter.device_mesh

@@ -1,7 +1,5 @@
 """The `moe_qlora:` block of a host's file, and what axolotl's settings must be beside it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +39,7 @@ class ExpertsSettings(BaseModel, extra="forbid", frozen=True):
         return self
 
     @classmethod
-    def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
+    def read(cls, block: Self | Mapping[str, Any] | None) -> Self:
         """Return the settings of a YAML block, or all defaults; a wrong one is a `ConfigError`."""
         given: Any = dict(block or {}) if isinstance(block, Mapping | None) else block
         try:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -79,12 +80,8 @@ class AdaptedLoraConfig(LoraConfig):
         return written
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        adapted = {field: getattr(self, field) for field in self._callers}
-        self.__dict__.update(self._callers)  # a host's class may bypass `to_dict`
-        try:
+        with patch.dict(vars(self), self._callers):  # a host's class may bypass `to_dict`
             super().save_pretrained(save_directory, **kwargs)
-        finally:
-            self.__dict__.update(adapted)
         if self._packed is not None:
             folder = Path(save_directory)
             training_codec.write_note(folder, self._packed)

@@ -358,8 +358,7 @@ def linear_kind(layer: Any) -> str:
         return "int8"
     if "statistics" in layer._modules:
         return str(layer.statistics.kind)
-    state = getattr(layer.weight, "quant_state", None)
-    return str((layer.weight if state is None else state).quant_type)
+    return str(layer.weight.quant_type)
 
 
 def keep_layout(model: nn.Module) -> None:
