@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -58,10 +58,6 @@ _LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_s
 _TURNS = 1024  # Tokens of a sequence, up to which they do
 
 
-_MOST_KNOWN = 1 << 16
-_made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
-
-
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, dicts and the like."""
     leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
@@ -91,27 +87,11 @@ class MemoryTracker(TorchDispatchMode):
             count = args[0].numel() // (1 if args[0].numel() <= self.experts else self.experts)
             out: Any = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
-            out = self._run(func, args, kwargs or {})
+            out = func(*args, **(kwargs or {}))
         for tensor in tensors_of(out):
             self._count(tensor)
         if func._schema.name in _INSIDE and out.is_meta:
             self._count(torch.empty_like(out, dtype=_INSIDE[func._schema.name]))
-        return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, whose rule on meta is slow Python, once for arguments that are alike."""
-        try:
-            key = (func, _described((*args, *kwargs.items()))) if _makes_one(func) else None
-            known = _made.get(key)
-        except TypeError:  # of another device, or an argument that cannot be a key
-            key = known = None
-        if known is not None:
-            return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
-        out = func(*args, **kwargs)
-        if key is not None and out.is_meta and len(_made) < _MOST_KNOWN:
-            storage = out.untyped_storage()
-            if storage._cdata not in self._seen and storage.nbytes() == out.nbytes:
-                _made[key] = tuple(out.shape), out.stride(), out.dtype
         return out
 
     def empty_uncounted(self, nbytes: int) -> Tensor:
@@ -144,24 +124,6 @@ class MemoryTracker(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
-
-
-@cache
-def _makes_one(func: Any) -> bool:
-    """Whether an operator makes one new tensor, of a dtype that its arguments say."""
-    returns, named = func._schema.returns, func.namespace in ("aten", "bitsandbytes")
-    alone = len(returns) == 1 and returns[0].alias_info is None and not func._schema.is_mutable
-    return named and alone and str(returns[0].type) == "Tensor"
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if not value.is_meta:
-            raise TypeError
-        return value.dtype, value.shape, value.stride()
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return type(value), value
 
 
 class _Allocator:
