@@ -59,6 +59,7 @@ OF_TEXT = (
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
+OURS = re.compile(f"{SHARD_NAME.pattern}|{MANIFEST_NAME.pattern}")  # names of packed saves
 
 _PIECE = 4 << 20  # that is hashed at once
 _SMALL = 1 << 16
@@ -241,11 +242,6 @@ def own_config(folder: Path) -> dict[str, Any]:
 def is_packed(folder: str | Path) -> bool:
     """True if the folder's config.json has the mark of a packed folder."""
     return _read_mark(Path(folder)) is not None
-
-
-def is_save_file(name: str) -> bool:
-    """True for names of shards and manifests, which only packed saves write."""
-    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
 
 
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:

@@ -96,9 +96,8 @@ def _collides(key: str, value: Any) -> bool:
         return bool(value)
     if not isinstance(value, Mapping) and not Path(value).is_file():  # the name tells
         return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
-    section = (value if isinstance(value, Mapping) else read_json(Path(value))).get(
-        "zero_optimization"
-    )
+    fields = value if isinstance(value, Mapping) else read_json(Path(value))
+    section = fields.get("zero_optimization")
     return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 

@@ -108,11 +108,6 @@ class Block:
         """Bytes of the packed block without adapters."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.part != "trained")
 
-    @cached_property
-    def experts(self) -> int:
-        """Bytes of packed experts, with statistics."""
-        return self.nbytes("experts", "expert statistics")
-
     def nbytes(self, *parts: str) -> int:
         """Return the bytes of tensors of these parts."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.part in parts)

@@ -38,18 +38,9 @@ from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..lora.targets import names_expert, unfit_linears
 from ..models import named
-from ..packing import parametrize
+from ..packing import decoders, parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
-from ..packing.decoders import (
-    bits_of,
-    check_linears,
-    has_codes,
-    linear_kind,
-    params4bit,
-    read_linear,
-    to_quant_state,
-)
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..world import world
@@ -82,11 +73,11 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
     for name, layer in model.named_modules():
         if parametrize.is_packed_linear(layer):
             linear: Any = layer
-            if has_codes(linear):
-                weight = read_linear(linear)
+            if decoders.has_codes(linear):
+                weight = decoders.read_linear(linear)
             else:  # It is packed when it comes to a GPU
                 own, shape = linear.weight, (linear.out_features, linear.in_features)
-                kind = linear_kind(linear)
+                kind = decoders.linear_kind(linear)
                 empty: Any = None
                 weight = PackedWeight(
                     own, empty, None, 0, None, shape, kind, torch.float16, owner=own
@@ -135,7 +126,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             # A layer is of a class not to be split; without these, an item of a ModuleList.
             layer=world().stock_class(unit).__name__ in classes
             or (not classes and name.rpartition(".")[0] in lists),
-            slot=sum(slot_nbytes((w.codes, *bits_of(w).values())) for w in experts),
+            slot=sum(slot_nbytes((w.codes, *decoders.bits_of(w).values())) for w in experts),
             active=active,
         )
         blocks.append(block)
@@ -151,8 +142,7 @@ def _other_tensor(whole: Tensor) -> BlockTensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor that FSDP2 has sharded."""
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
@@ -163,7 +153,7 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     rows = weight.shape[0] if in_rows else nbytes
     yield BlockTensor(kind, rows, nbytes // max(1, rows), 1)
     kind = "statistics" if part.linear else "expert statistics"
-    for name, bits in (bits_of(weight) if weight.statistics else {}).items():
+    for name, bits in (decoders.bits_of(weight) if weight.statistics else {}).items():
         # Behind the offset of double quantization
         padding = 12 if name == "nested" else 0
         yield BlockTensor(kind, _local(bits).nbytes, 1, 1, name != "tables", padding)
@@ -295,9 +285,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         packed = part.weight
         if packed.table is not None:  # else of codes and scales, or not packed yet
             codes: Any = packed.owner
-            state = to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
+            state = decoders.to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
             empty = torch.empty_like(codes.data, device="meta")
-            memo[id(codes)] = params4bit(empty, state, type(codes))
+            memo[id(codes)] = decoders.params4bit(empty, state, type(codes))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -427,7 +417,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     if not dtypes:
         return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
-    check_linears(model, settings)
+    decoders.check_linears(model, settings)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # Jamba asks, before it reads a layer's weight
             part.config._is_quantized = True

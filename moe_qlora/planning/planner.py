@@ -81,8 +81,8 @@ class Planner:
     @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The blocks with packed experts, in the model's order."""
-        blocks = (block for block in self.meta.blocks if block.slot)
-        return tuple(ExpertLayer(block.name, block.experts, block.slot) for block in blocks)
+        blocks, parts = self.meta.blocks, ("experts", "expert statistics")
+        return tuple(ExpertLayer(b.name, b.nbytes(*parts), b.slot) for b in blocks if b.slot)
 
     def with_settings(self, settings: Settings) -> Self:
         """Return the planner with settings under which the model and its steps are the same."""

@@ -96,11 +96,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def empty_uncounted(self, nbytes: int) -> Tensor:
         """Return a tensor of bytes on meta that is not counted, nor are its views."""
-        self._uncounted = True
-        try:
+        with patch.object(self, "_uncounted", True):
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        finally:
-            self._uncounted = False
 
     def mark(self) -> int:
         """Start a new section, and return the most that was alive in the one before."""
