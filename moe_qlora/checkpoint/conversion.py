@@ -298,9 +298,8 @@ class Base:
         if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
             return None
         group = self.layout.by_name[known]
-        return self.rows(
-            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        )
+        stop = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.rows(known, 0, stop)
 
     def equals(self, name: str, other: str | Tensor) -> bool:
         """Whether a parameter has the same bits as another, or as a tensor."""

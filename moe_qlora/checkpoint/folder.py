@@ -9,8 +9,6 @@ writes to a target: it locks a file there (`flock`), which the system frees when
 killed; the next save removes what it has left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -155,7 +153,7 @@ class Checkpoint(dict[str, TensorInfo]):
         self._open.clear()
         self._stack.close()
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -6,8 +6,6 @@ into a folder never touches a file of the model that is there. Checksums find ac
 further checks cover all that decoding and loading rely on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -61,6 +59,7 @@ OF_TEXT = (
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
+OURS = re.compile(f"{SHARD_NAME.pattern}|{MANIFEST_NAME.pattern}")  # names of packed saves
 
 _PIECE = 4 << 20  # that is hashed at once
 _SMALL = 1 << 16
@@ -245,11 +244,6 @@ def is_packed(folder: str | Path) -> bool:
     return _read_mark(Path(folder)) is not None
 
 
-def is_save_file(name: str) -> bool:
-    """True for names of shards and manifests, which only packed saves write."""
-    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
-
-
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     """Check the entry `moe_qlora` of a config."""
     version = value.get("format_version") if isinstance(value, dict) else value
@@ -308,7 +302,7 @@ class FolderCheck:
         self._pool = ThreadPoolExecutor(_THREADS)
         self._sums = zip(keys, self._pool.map(partial(_checksum, files), keys), strict=True)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # transformers copies its quantizer for every tensor
 
     def check_model(self, model: Any) -> None:

@@ -135,12 +135,18 @@ def merge_adapter(
             new_folder(target) as folder,
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
-            copied = _copy_side_files(source, adapter_folder, folder)
+            files, found = map(conversion.auxiliary_files, (source, adapter_folder))
+            copied: dict[Path, Path] = {}
+            for main, kind in _KINDS.items():
+                if Path(main) in found:
+                    files = {n: f for n, f in files.items() if not re.fullmatch(kind, n.parts[0])}
+                copied |= {n: f for n, f in found.items() if re.fullmatch(kind, n.parts[0])}
+            conversion.copy_files(files | copied, folder)
             merge.write(folder, tell)
             merge.write_config(folder)
     return MergeReport(
         target, len(opened.disk), len(merge.changed), len(merge.rounded), merge.nbytes,
-        opened.checkpoint.method, copied,
+        opened.checkpoint.method, tuple(map(str, copied)),
         {key: value for key, value in merge.new_config.items() if key != "label2id"},
     )  # fmt: skip
 
@@ -310,17 +316,6 @@ _KINDS = {
     "processor_config.json": r".*processor_config\.json",
     "": r"generation_config\.json",
 }
-
-
-def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
-    files, found = map(conversion.auxiliary_files, (source, adapter))
-    copied: dict[Path, Path] = {}
-    for main, kind in _KINDS.items():
-        if Path(main) in found:
-            files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
-        copied |= {name: f for name, f in found.items() if re.fullmatch(kind, name.parts[0])}
-    conversion.copy_files(files | copied, folder)
-    return tuple(map(str, copied))
 
 
 def _trained_head(adapter: Adapter, model: Any) -> Any:

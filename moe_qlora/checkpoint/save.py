@@ -36,9 +36,9 @@ from .folder import absolute, check_new, discard, move_files, new_folder, stagin
 from .manifest import (
     CONFIG,
     INT8_FORMAT,
+    OURS,
     Manifest,
     PackedEntry,
-    is_save_file,
     missing_names,
     write_packed,
 )
@@ -96,7 +96,7 @@ def save_pretrained(
             write_packed(work, values, max_shard_size, *_packed_entries(self, tensors), self)
             if place is not None:
                 new = {file.name for file in work.iterdir()}
-                old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in new]
+                old = [f for f in place.iterdir() if OURS.fullmatch(f.name) and f.name not in new]
                 move_files(work, place, CONFIG)  # which turns the old model into the new one
                 discard(*old)
 

@@ -177,15 +177,11 @@ def _to_paste(found: Mapping[str, Any], yaml: bool) -> str:
     for name in _LISTS:
         # json.dumps quotes for both languages
         if yaml:
+            # without their layer and all before it; full names if others end alike
+            short = list(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", each) for each in found[name]))
+            unique = not any(f".{each}." in f".{other}." for each in short for other in others)
             lines.append(f"lora_{name}:")
-            lines += [f"  - {json.dumps(each)}" for each in _suffixes(found[name], others)]
+            lines += [f"  - {json.dumps(each)}" for each in (short if unique else found[name])]
         else:
             lines += [f"{name}=[", *(f"    {json.dumps(each)}," for each in found[name]), "],"]
     return "\n".join(lines) + "\n"
-
-
-def _suffixes(names: list[str], others: list[str]) -> list[str]:
-    """Return names without their layer and all before it; full names if `others` end alike."""
-    short = list(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
-    unique = not any(f".{each}." in f".{other}." for each in short for other in others)
-    return short if unique else names

@@ -131,7 +131,8 @@ def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a lis
         if asked is not None and asked != dtype and autocast is None:
             return f"{name} is to be computed in {asked}, the activations are {dtype}"
         if isinstance(weight, PackedOperand):
-            plain = weight.lies_on(x.device)
+            there = (t.device == x.device and not hasattr(t, "device_mesh") for t in weight.tensors)
+            plain = weight.hosted or all(there)  # What lies in host memory is fetched
         else:
             codes = weight.flat_codes
             plain = type(codes) is Tensor and codes.device == x.device

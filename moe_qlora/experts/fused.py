@@ -86,8 +86,7 @@ def save_for_backward(inputs: Inputs, layer: Any, saved: Sequence[Tensor]) -> Te
         kind, rest = type(layer), layer[2:]
         layer = lambda: kind(first().aligned(), second().aligned(), *rest)  # noqa: E731
     given = layer, inputs.scalings, len(inputs.biases), saved, inputs.x, inputs.weights
-    out: Tensor = _FusedLayer.apply(*given, *inputs.biases, *inputs.lora)
-    return out
+    return _FusedLayer.apply(*given, *inputs.biases, *inputs.lora)
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -144,10 +143,9 @@ def by_operator(inputs: Inputs) -> Tensor:
     ints = [*first.numbers, *second.numbers, *map(int, flags)]
     ints += [int(scaling is not None) for scaling in inputs.scalings]
     floats = [limit or 0.0, alpha, shift, *(scaling or 0.0 for scaling in inputs.scalings)]
-    out: Tensor = torch.ops.moe_qlora.experts_layer(
+    return torch.ops.moe_qlora.experts_layer(
         *inputs[:5], [*first.tensors, *second.tensors], act, ints, floats
     )[0]
-    return out
 
 
 def _inputs_of(

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
-from ..packing import parametrize
+from ..packing import decoders, parametrize
 from ..packing.codecs import codec_of, kinds
-from ..packing.decoders import fetch_by
 
 _RECORD = "_moe_qlora_experts"
 
@@ -44,18 +43,13 @@ class PackedOperand(NamedTuple):
         shape, kind, blocksize, nested, _ = self.spec
         return [kinds().index(kind), blocksize, nested, *shape]
 
-    def lies_on(self, device: torch.device) -> bool:
-        """Whether every part is a plain tensor on this device, or is fetched to it."""
-        plain = (t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
-        return self.hosted or all(plain)
-
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     """Return a packed expert parameter as an operand, or None for a plain one."""
     if not parametrize.is_packed(module, name):
         return None
     if not torch.compiler.is_compiling():
-        return parametrize.read_for_compute(module, name)
+        return decoders.fetched(parametrize.parametrization_list(module, name))
     # Attribute reads that Dynamo can follow.
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
@@ -75,7 +69,7 @@ def packed_weight(
     code, blocksize, nested, *sizes = numbers
     kind, shape, codes = kinds()[code], torch.Size(sizes), next(tensors).detach()
     if not codes.dim():
-        return replace(fetch_by(codes).as_stored(), dtype=dtype, compute_dtype=None)
+        return replace(decoders.fetch_by(codes).as_stored(), dtype=dtype, compute_dtype=None)
     codec = codec_of(kind)
     if not codec.in_quant_state:
         codes, scales = codes.view(codec.codes_shape(shape)), next(tensors).view(codec.scale_dtype)

@@ -13,14 +13,12 @@ rank's part of it; MXFP4 codes that are kept, and a packed folder's tensors, are
 safetensors files transformers loads experts in 16 bit, and `pack_parameter` packs them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -83,7 +81,8 @@ class Fill:
         *, offloads: bool = False, shards: bool = False,
     ) -> None:  # fmt: skip
         # `dtypes` are those that the tensors of the model on meta are loaded in, were they plain.
-        self.model, self.spec, self.files, self.dtypes = model, spec, files, dict(dtypes)
+        self.model, self.spec, self.dtypes = model, spec, dict(dtypes)
+        self.files: Any = files  # None for files other than safetensors: nothing is read here
         self.config, self.shards, self._offloads = config, shards, offloads
         self._device_map: Any = None
         self.layout: Any = None  # `DiskLayout` of a folder that is not packed
@@ -97,7 +96,7 @@ class Fill:
         self.error: MoeQloraError | None = None
         self.linears = packed_linears(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # transformers copies its quantizer for every tensor
 
     @property
@@ -181,7 +180,6 @@ class Fill:
             return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
 
         model._apply(empty)
-        assert self.files is not None
         with self.files:
             self.fill()
 
@@ -229,7 +227,6 @@ class Fill:
     def _find_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
         """Find the tensors on disk, 16 bit or a publisher's; return other names for them."""
         files, makers = self.files, self._makers
-        assert files is not None
         wanted = {*self.spec.params, *(self.linears if linears else ())}
 
         def takes(names: Collection[str], keys: Collection[str]) -> bool:
@@ -247,7 +244,7 @@ class Fill:
 
     def _find_stored(self) -> None:
         files, manifest = self.files, self.spec.manifest
-        assert files is not None and manifest is not None
+        assert manifest is not None
         owned = {name for name, _ in self._tensors()}
         for key, keys in (dict.fromkeys(files) | packed_names(manifest)).items():
             if (name := canonical_name(self.model, key, owned)) is not None:
@@ -273,7 +270,6 @@ class Fill:
             names = () if self.shards else [n for n in self._stored if n in self.names]
             yield from ((name, one.result()) for name, one in ahead(self._read_stored, names))
         elif self.layout is not None:
-            assert files is not None
             by_name = self.layout.by_name
             codes = {name: by_name[name].keys[0] for name in kept if name in by_name}
             for name, key in codes.items():
@@ -303,9 +299,8 @@ class Fill:
 
     def _kept_codes(self, name: str, key: str) -> PackedWeight:
         """Read one weight's codes, some experts at a time; `key` is the plain one in the files."""
-        files, device = self._makers, self._device(name)
+        files, device = self.files, self._device(name)
         shape = tuple(self.spec.params[name].shape)
-        assert files is not None
         stored, both = files.stored, [files.parts(key)[role] for role in (STORED_CODES, SCALE)]
         info = stored[both[0]]
         step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
@@ -320,7 +315,6 @@ class Fill:
         return packer.finish()
 
     def _read_stored(self, name: str) -> Any:
-        assert self.files is not None
         is_expert, (key, keys) = name in self.spec.params, self._stored[name]
         device = None if self._offloads and is_expert else self._device(name)
         if not is_expert and len(keys) == 1:
@@ -416,7 +410,6 @@ class Fill:
         dtype = self.dtypes.get(target, tensor.dtype)
         if place.decoder is None:
             rows = Ranks.of(tensor).span(len(tensor)) if tensor.dim() else None
-            assert self.files is not None and self.layout is not None
             # Joined on the host: pieces of an embedding and their sum take two shares of it
             decodes = any(map(self.files.is_dequantized, self.layout.by_name[name].keys))
             home = device if decodes else torch.device("cpu")
@@ -427,7 +420,6 @@ class Fill:
     def _stored_share(self, place: Place) -> tuple[Tensor, dict[str, Tensor]]:
         """Read values and, of a packed weight, statistics: each a range of bytes of a tensor."""
         files, settings, decoder = self.files, self.spec.settings, place.decoder
-        assert files is not None
         key, keys = self._stored[self._among(place.name, self._stored)]
         values, codec = place.tensors()[0], settings.codec
         first, last = Ranks.of(values).span(len(values)) if values.dim() else (0, None)
@@ -471,7 +463,7 @@ class Ranks(NamedTuple):
     group: Any = None  # their process group
 
     @classmethod
-    def of(cls, parameter: Any) -> Ranks:
+    def of(cls, parameter: Any) -> Self:
         for dimension, placement in enumerate(getattr(parameter, "placements", ())):
             if placement.is_shard(0):
                 mesh = parameter.device_mesh

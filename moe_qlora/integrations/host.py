@@ -91,10 +91,8 @@ class ExpertsHost:
     def loading(self, quantization_config: Any = None) -> Iterator[None]:
         """Call `before_build` for a block, and undo it at any end."""
         self.before_build(quantization_config)
-        try:
+        with self._switch:
             yield
-        finally:
-            self._switch.close()
 
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
@@ -202,9 +200,8 @@ def _layout_of(model: nn.Module) -> ModelLayout:
     if layout := detect(model):
         return layout
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    linear = ", but experts of Linear layers, which bitsandbytes packs" * bool(
-        layout.linear_experts
-    )
+    linear = ", but experts of Linear layers, which bitsandbytes packs"
+    linear *= bool(layout.linear_experts)
     raise DetectionError(
         f"This {kind} model holds no fused expert weights{linear}: leave moe_qlora out, or set "
         "moe_qlora.pack_experts to false."

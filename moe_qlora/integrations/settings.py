@@ -1,7 +1,5 @@
 """The `moe_qlora:` block of a host's file, and what axolotl's settings must be beside it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +39,7 @@ class ExpertsSettings(BaseModel, extra="forbid", frozen=True):
         return self
 
     @classmethod
-    def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
+    def read(cls, block: Self | Mapping[str, Any] | None) -> Self:
         """Return the settings of a YAML block, or all defaults; a wrong one is a `ConfigError`."""
         given: Any = dict(block or {}) if isinstance(block, Mapping | None) else block
         try:
@@ -98,9 +96,8 @@ def _collides(key: str, value: Any) -> bool:
         return bool(value)
     if not isinstance(value, Mapping) and not Path(value).is_file():  # the name tells
         return "zero3" in re.sub("[-_]|stage", "", str(value).lower())
-    section = (value if isinstance(value, Mapping) else read_json(Path(value))).get(
-        "zero_optimization"
-    )
+    fields = value if isinstance(value, Mapping) else read_json(Path(value))
+    section = fields.get("zero_optimization")
     return isinstance(section, Mapping) and str(section.get("stage")) == "3"
 
 

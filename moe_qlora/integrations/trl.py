@@ -24,6 +24,7 @@ from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -64,9 +65,8 @@ def adapters_to_vllm(
     own: Any = {"base": base, "folder": folder, "any_base": any_base, "engine": engine_options}
     with ExitStack() as undo:
         for name in _TRAINERS:
-            module: Any = importlib.import_module(name)
-            undo.callback(setattr, module, "VLLMGeneration", module.VLLMGeneration)
-            module.VLLMGeneration = partial(AdapterGeneration, **own)
+            ours = partial(AdapterGeneration, **own)
+            undo.enter_context(patch.object(importlib.import_module(name), "VLLMGeneration", ours))
         yield
 
 
@@ -111,11 +111,8 @@ class AdapterGeneration(VLLMGeneration):
         if not hasattr(vllm_generation, "LLM"):  # TRL says that vLLM is not installed
             super()._init_vllm()
             return
-        stock, vllm_generation.LLM = vllm_generation.LLM, self._start_engine
-        try:
+        with patch.object(vllm_generation, "LLM", self._start_engine):
             super()._init_vllm()
-        finally:
-            vllm_generation.LLM = stock
 
     def _start_engine(self, **kwargs: Any) -> Any:
         from vllm import LLM

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -79,12 +80,8 @@ class AdaptedLoraConfig(LoraConfig):
         return written
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        adapted = {field: getattr(self, field) for field in self._callers}
-        self.__dict__.update(self._callers)  # a host's class may bypass `to_dict`
-        try:
+        with patch.dict(vars(self), self._callers):  # a host's class may bypass `to_dict`
             super().save_pretrained(save_directory, **kwargs)
-        finally:
-            self.__dict__.update(adapted)
         if self._packed is not None:
             folder = Path(save_directory)
             training_codec.write_note(folder, self._packed)
@@ -121,9 +118,11 @@ def adapt(
     return make_adapted(asked, targets, training_codec.from_packed(model))
 
 
-def top_k_of(config: Any) -> int | None:
+def top_k_of(model: Any) -> int | None:
     """Return the number of experts that a token goes to, by the model's configuration, or None."""
-    values = (getattr(config, name, None) for name in TOP_K_FIELDS)
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: None)()
+    values = (getattr(part, name, None) for part in (config, text) for name in TOP_K_FIELDS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
@@ -185,9 +184,7 @@ def _scale_rank(
     model: nn.Module, config: LoraConfig, experts: Sequence[str], scale: bool | int
 ) -> None:
     """Give the experts the rank r // top_k: to a token, together the rank of a dense layer."""
-    config_of_model: Any = getattr(model, "config", None)
-    nested = getattr(config_of_model, "get_text_config", lambda: None)()
-    top_k = scale if scale is not True else top_k_of(config_of_model) or top_k_of(nested)
+    top_k = scale if scale is not True else top_k_of(model)
     if top_k is None:
         raise ConfigError(
             "scale_expert_rank=True needs the model's top-k, and its config has none of "

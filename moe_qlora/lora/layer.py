@@ -337,9 +337,8 @@ class _AddOnRead(nn.Module):
         wrapper.check_dropped(factors)
         if not factors:
             return weight
-        return wrapper.add_lora(
-            parametrize.in_input_dtype(wrapper.get_base_layer(), weight), factors
-        )
+        weight = parametrize.in_input_dtype(wrapper.get_base_layer(), weight)
+        return wrapper.add_lora(weight, factors)
 
 
 # Linear layers.

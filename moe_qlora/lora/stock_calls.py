@@ -24,19 +24,10 @@ from transformers import PreTrainedModel
 from ..checkpoint.adapter import CONFIG, LoraSettings
 from ..checkpoint.folder import parse_fields
 from ..world import world
+from . import targets
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_adapter, check_fits, use_own_files
 from .model import LoraModel
-from .targets import (
-    changed,
-    check_adapter_names,
-    exclude_modules,
-    is_all_linear,
-    is_lora,
-    packed_parameters,
-    reached_modules,
-    rewritten,
-)
 
 # Stack frames in between: PEFT, transformers' `get_model_conversion_mapping`, `named_modules`;
 # and from a tuner's `inject_adapter` up to `PeftModel.from_pretrained`.
@@ -51,10 +42,7 @@ def named_modules(
         frame = _caller(sys._getframe(1), _NEAR, BaseTuner.inject_adapter.__code__)
         if frame is not None and frame.f_locals["model"] is self:
             _take_over(self, frame)
-    walk: Iterator[tuple[str, nn.Module]] = type(self).named_modules(
-        self, memo, prefix, remove_duplicate
-    )
-    return walk
+    return type(self).named_modules(self, memo, prefix, remove_duplicate)
 
 
 def _take_over(model: nn.Module, frame: FrameType) -> None:
@@ -66,20 +54,22 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or "peft_config" in values  # PEFT has read it
         or values.get("state_dict") is not None
         or not hasattr(config, "exclude_modules")
-        or not packed_parameters(model)
+        or not targets.packed_parameters(model)
     ):
         return
-    check_adapter_names(model, {*getattr(model, "peft_config", ()), name})
+    targets.check_adapter_names(model, {*getattr(model, "peft_config", ()), name})
     loads = PeftModel.from_pretrained.__func__.__code__, PreTrainedModel.load_adapter.__code__
     load = _caller(frame, _FAR, *loads)
     if not isinstance(config, AdaptedLoraConfig):
-        if load is not None and is_lora(config):  # untrusted input
+        if load is not None and targets.is_lora(config):  # untrusted input
             folder = load.f_locals.get("model_id") or load.f_locals.get("peft_model_id")
             parse_fields(LoraSettings, vars(config), Path(folder or "") / CONFIG)
             named = config.target_modules and not config.target_parameters
-            probe = changed(config, exclude_modules=exclude_modules(model))
-            if named and not is_all_linear(config) and not reached_modules(model, probe):
-                config = rewritten(model, config) or config  # of transformers v4, on experts alone
+            probe = targets.changed(config, exclude_modules=targets.exclude_modules(model))
+            named = named and not targets.is_all_linear(config)
+            if named and not targets.reached_modules(model, probe):
+                # of transformers v4, on experts alone
+                config = targets.rewritten(model, config) or config
         config = adapt(model, config, warn=load is None and not config.inference_mode)
         tuner.peft_config[name] = config
     if type(tuner) is not StockLoraModel:

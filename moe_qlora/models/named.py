@@ -170,7 +170,15 @@ def _with_own_settings(label: str, config: PretrainedConfig, *notes: str) -> Sou
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:
     if name in transformers.CONFIG_MAPPING:
-        return _of_model_type(name)
+        default: Mapping[str, Any] = {}
+        what = "its default configuration in transformers"
+        if name in registry.model_types():
+            entry = registry.load(name)
+            default = entry.published_config if entry.published else entry.tiny_config
+            what = what if entry.published else "a tiny configuration: its default builds no model"
+            what += "".join(f"; {one} has its own" for one in [*entry.checkpoints][:1])
+        note = f"{name} is a model type, in bfloat16: sizes are those of {what}."
+        return Source(name, transformers.CONFIG_MAPPING[name](**default), notes=(note,))
     if (known := registry.checkpoint_named(name)) is not None:
         fields = {"dtype": torch.bfloat16, **copy.deepcopy(known.config)}
         config = transformers.CONFIG_MAPPING[known.model_type](**fields)
@@ -181,21 +189,8 @@ def _from_name(name: str, trust_remote_code: bool) -> Source:
 
 
 def _near(name: str) -> str:
-    full = [known.name for known in registry.checkpoints()]
-    shorts = [each.partition("/")[2].lower() for each in full]
-    return did_you_mean(name, [*registry.model_types(), *(full if "/" in name else shorts)])
-
-
-def _of_model_type(model_type: str) -> Source:
-    fields: Mapping[str, Any] = {}
-    sizes = "its default configuration in transformers"
-    if model_type in registry.model_types():
-        entry = registry.load(model_type)
-        fields = entry.published_config if entry.published else entry.tiny_config
-        sizes = sizes if entry.published else "a tiny configuration: its default builds no model"
-        sizes += "".join(f"; {name} has its own" for name in [*entry.checkpoints][:1])
-    note = f"{model_type} is a model type, in bfloat16: sizes are those of {sizes}."
-    return Source(model_type, transformers.CONFIG_MAPPING[model_type](**fields), notes=(note,))
+    names = [known.name if "/" in name else known.short for known in registry.checkpoints()]
+    return did_you_mean(name, [*registry.model_types(), *names])
 
 
 def _model_class(config: PretrainedConfig) -> Any:

@@ -93,15 +93,13 @@ class Packer:
     @torch.no_grad()
     def finish(self) -> PackedWeight:
         self._take(self._rest)
-        if self._done != math.prod(self.shape):
-            raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
+        assert self._done == math.prod(self.shape), (self._done, self.shape)
         return self._codec.finish(self._codes, self._scales, self.shape, self.dtype, self.settings)
 
     def _take(self, chunk: Tensor) -> None:
         if not len(chunk):
             return
-        if self._done + len(chunk) > math.prod(self.shape):
-            raise ValueError(f"more weights came than shape {tuple(self.shape)} has")
+        assert self._done + len(chunk) <= math.prod(self.shape), self.shape
         codes, scales = self._codec.quantize(chunk, self._unit)
         at, first = self._done * self._codec.bits // 8, self._done // self._unit
         self._codes[at : at + codes.numel()] = codes.view(torch.uint8).view(-1)
@@ -139,8 +137,7 @@ def unpack_range(
     The result equals, bit for bit, that slice of the whole weight, then cast to `dtype` (None: its
     own). It never waits for the device. For a weight stored transposed it is a transposed view.
     """
-    if not 0 <= start <= stop <= packed.shape[0]:
-        raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")
+    assert 0 <= start <= stop <= packed.shape[0], (start, stop, packed.shape)
     require_whole(packed)
     if packed.stored_transposed and len(packed.shape) > 2:
         return unpack_range(packed.as_stored(), start, stop, dtype=dtype).transpose(-1, -2)

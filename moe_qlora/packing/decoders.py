@@ -15,15 +15,13 @@ Where a list has a `host`, the module's own tensors are views of host memory, fo
 merges or copies. A forward or backward reads by `host.fetch`, compiled code by a handle.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import bitsandbytes.functional
 import bitsandbytes.nn
@@ -44,7 +42,6 @@ Params4bit = bnb.Params4bit
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 _HELD = "_moe_qlora_decoder"  # of codes that are no `Params4bit`
 _numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
 def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
@@ -270,7 +267,7 @@ class PackedList(P.ParametrizationList):
             return self
         return super()._apply(fn, recurse)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy, of what lies in host memory one on the device that computes."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
@@ -289,6 +286,9 @@ class PackedList(P.ParametrizationList):
         decoder: Any = self[0]
         where = "" if self.host is None else ", on host"
         return f"Packed({decoder.kind}, {tuple(decoder.weight_shape)}{where})"
+
+
+_by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
 def fetch_by(handle: Tensor) -> PackedWeight:
@@ -358,8 +358,7 @@ def linear_kind(layer: Any) -> str:
         return "int8"
     if "statistics" in layer._modules:
         return str(layer.statistics.kind)
-    state = getattr(layer.weight, "quant_state", None)
-    return str((layer.weight if state is None else state).quant_type)
+    return str(layer.weight.quant_type)
 
 
 def keep_layout(model: nn.Module) -> None:

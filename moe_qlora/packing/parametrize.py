@@ -25,7 +25,7 @@ import torch
 import torch.nn.utils.parametrize as P
 from torch import Tensor, nn
 
-from ..errors import ConfigError, QuantizationError
+from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, unwrapped
 from . import decoders
@@ -44,10 +44,7 @@ _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDicti
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight."""
     # One that is attached to another module is shared with it: one parameter, one decoder.
-    if is_packed(module, name):
-        raise QuantizationError(
-            f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
-        )
+    assert not is_packed(module, name), name
     owner, decoder = decoders.hold(packed)
     chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
@@ -67,8 +64,6 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
     """Make a packed parameter plain again: `weight`, or by default the dequantized one."""
-    if not is_packed(module, name):
-        raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
     _refuse_hosted(module, name, type(module).__name__)
     if weight is None:
         weight = unpack(read_packed(module, name))
@@ -129,15 +124,7 @@ def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
     """Return the packed weight where it is now (`decoders.read`)."""
-    decoder = decoder_of(module, name)
-    if decoder is None:
-        raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
-    return read(original_of(module, name), decoder)
-
-
-def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight on the device that computes, for one forward or backward."""
-    return decoders.fetched(parametrization_list(module, name))
+    return read(original_of(module, name), decoder_of(module, name))
 
 
 def device_of(module: nn.Module, name: str) -> torch.device:

@@ -34,7 +34,7 @@ def select_weights(
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
     for pattern in settings.skip_modules:
-        if not any(is_skipped(name, [pattern]) for name in names):
+        if not any(is_skipped(name, pattern) for name in names):
             warnings.warn(
                 f"llm_int8_skip_modules names {pattern!r}, which matches nothing in the model.",
                 UserWarning,
@@ -65,18 +65,15 @@ def weights_to_pack(
     return [param for param, status, _ in selections if status == QUANTIZED]
 
 
-def is_skipped(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether any pattern, which must be a valid regex, names this module or parameter."""
-    # A pattern matches names that start with it as a regex, up to a component's end ("layer.1"
+def is_skipped(name: str, pattern: str) -> bool:
+    """Return whether a pattern, which must be a valid regex, names this module or parameter."""
+    # It matches names that start with it as a regex, up to a component's end ("layer.1"
     # matches "layer.1.attn", not "layer.11"), and names that end with it literally ("fc1" matches
     # "layer.2.fc1").
-    return any(
-        re.match(f"(?:{pattern}){_BOUNDARY}", name) or name.endswith(pattern)
-        for pattern in patterns
-    )
+    return bool(re.match(f"(?:{pattern}){_BOUNDARY}", name)) or name.endswith(pattern)
 
 
 def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that names the expert weight or its module; None if none does."""
     names = [path for name in param.names for path in (name, name.rpartition(".")[0])]
-    return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
+    return next((p for p in patterns if any(is_skipped(name, p) for name in names)), None)

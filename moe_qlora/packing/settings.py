@@ -4,13 +4,11 @@
 trusts tensors: those from outside pass `problems`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +55,7 @@ class CodecSettings:
         return codec_of(self.kind)
 
     @classmethod
-    def from_config(cls, config: Any) -> CodecSettings:
+    def from_config(cls, config: Any) -> Self:
         """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults."""
 
         def get(name: str, default: Any = None) -> Any:
@@ -105,7 +103,7 @@ class CodecSettings:
         return cls(kind, double_quant, storage, compute, skip_modules=skips)
 
     @classmethod
-    def of(cls, packed: PackedWeight) -> CodecSettings:
+    def of(cls, packed: PackedWeight) -> Self:
         form = packed.nested is not None, packed.codes.dtype, packed.compute_dtype
         return cls(
             packed.kind, *form, packed.blocksize or 64, stored_transposed=packed.stored_transposed
@@ -137,7 +135,7 @@ class CodecSettings:
         return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Read the result of `to_dict`, or raise ValueError; dtypes may be left out."""
         options = {
             "blocksize": BLOCKSIZES,

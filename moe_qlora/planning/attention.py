@@ -151,7 +151,6 @@ def fused_attention() -> AbstractContextManager[Any]:
     ) -> Tensor:
         if query.dim() != 4 or not query.is_meta:
             return stock(query, key, value, attn_mask, *args, **kwargs)
-        out: Tensor = FusedAttentionCall.apply(query, key, value, attn_mask)
-        return out
+        return FusedAttentionCall.apply(query, key, value, attn_mask)
 
     return patch.object(F, "scaled_dot_product_attention", attention)

@@ -11,12 +11,11 @@ each on top of weights, statistics, adapters and optimizer states. With a large 
 backward of the head's block, where three float32 tensors of the logits' size are there.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from typing import Self
 
 from ..kernels.limits import cdiv
 from .devices import reserve_nbytes
@@ -109,16 +108,11 @@ class Block:
         """Bytes of the packed block without adapters."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.part != "trained")
 
-    @cached_property
-    def experts(self) -> int:
-        """Bytes of packed experts, with statistics."""
-        return self.nbytes("experts", "expert statistics")
-
     def nbytes(self, *parts: str) -> int:
         """Return the bytes of tensors of these parts."""
         return sum(tensor.nbytes for tensor in self.tensors if tensor.part in parts)
 
-    def without_experts(self) -> Block:
+    def without_experts(self) -> Self:
         """Return the block with its packed experts in host memory."""
         apart = ("experts", "expert statistics")
         return replace(self, tensors=tuple(t for t in self.tensors if t.part not in apart))

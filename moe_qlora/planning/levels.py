@@ -14,13 +14,11 @@ meanwhile. Experts there hand their tensors over themselves (experts/kept.py), s
 an `autograd.Function`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +158,37 @@ def _alike(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return args
 
 
+class _AroundAttention(TorchFunctionMode):
+    """Runs each attention in a context of its own, and all in another.
+
+    It may be entered again: torch recomputes once for each backward.
+    """
+
+    def __init__(
+        self,
+        context: Callable[[], Any],
+        whole: AbstractContextManager[Any],
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.context, self.whole, self.end = context, whole, end
+
+    def __enter__(self) -> Self:
+        self.whole.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.end()
+        self.whole.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attends = getattr(func, "__name__", "") in _ATTENTIONS
+        with self.context() if attends else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
 def _eager_contexts(level: str) -> tuple[_AroundAttention, _AroundAttention]:
     """Return contexts for the forward of an eager layer's checkpoint and its recomputations."""
     saves, takes = kept_tensors() if level == PART else (nullcontext(), nullcontext())
@@ -178,45 +207,6 @@ def _eager_contexts(level: str) -> tuple[_AroundAttention, _AroundAttention]:
     return _AroundAttention(keep, saves), _AroundAttention(take, takes, again.clear)
 
 
-class _AroundAttention(TorchFunctionMode):
-    """Runs each attention in a context of its own, and all in another.
-
-    It may be entered again: torch recomputes once for each backward.
-    """
-
-    def __init__(
-        self,
-        context: Callable[[], Any],
-        whole: AbstractContextManager[Any],
-        end: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__()
-        self.context, self.whole, self.end = context, whole, end
-
-    def __enter__(self) -> _AroundAttention:
-        self.whole.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.end()
-        self.whole.__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        attends = getattr(func, "__name__", "") in _ATTENTIONS
-        with self.context() if attends else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def _part() -> Any:
-    return create_selective_checkpoint_contexts(_of_part)
-
-
-def _attention() -> Any:
-    return create_selective_checkpoint_contexts(_of_attention)
-
-
 def _of_part(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operator.name().partition(".")[0]
     # A projection's last argument says whether it is kept.
@@ -230,3 +220,7 @@ def _of_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpo
     # Top-k in compiled code: computed again by other fused kernels, it may choose other experts.
     kept = operator.name().partition(".")[0] in (*_ATTENTION_OPERATORS, "aten::topk")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_part = partial(create_selective_checkpoint_contexts, _of_part)
+_attention = partial(create_selective_checkpoint_contexts, _of_attention)

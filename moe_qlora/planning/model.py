@@ -27,6 +27,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
+from ..checkpoint.rows import kept_dtypes
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
@@ -37,18 +38,9 @@ from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..lora.targets import names_expert, unfit_linears
 from ..models import named
-from ..packing import parametrize
+from ..packing import decoders, parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
-from ..packing.decoders import (
-    bits_of,
-    check_linears,
-    has_codes,
-    linear_kind,
-    params4bit,
-    read_linear,
-    to_quant_state,
-)
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from ..world import world
@@ -73,11 +65,6 @@ class PackedPart(NamedTuple):
     linear: bool
     weight: PackedWeight
 
-    @property
-    def statistics(self) -> int:
-        """Bytes of its statistics."""
-        return sum(tensor.nbytes for tensor in self.weight.statistics)
-
 
 def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
     """Yield everything of a model that is packed: experts, then Linear layers."""
@@ -86,11 +73,11 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
     for name, layer in model.named_modules():
         if parametrize.is_packed_linear(layer):
             linear: Any = layer
-            if has_codes(linear):
-                weight = read_linear(linear)
+            if decoders.has_codes(linear):
+                weight = decoders.read_linear(linear)
             else:  # It is packed when it comes to a GPU
                 own, shape = linear.weight, (linear.out_features, linear.in_features)
-                kind = linear_kind(linear)
+                kind = decoders.linear_kind(linear)
                 empty: Any = None
                 weight = PackedWeight(
                     own, empty, None, 0, None, shape, kind, torch.float16, owner=own
@@ -109,19 +96,12 @@ def slot_nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
-def top_k_in(model: Any) -> int:
-    """Return how many experts a token is given to, 1 where the configuration does not say."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return top_k_of(config) or top_k_of(text) or 1
-
-
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
-    classes = _layer_classes(model)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    top_k, seen, blocks = top_k_in(model), set[int](), []
+    top_k, seen, blocks = top_k_of(model) or 1, set[int](), []
     for name, unit in units_of(model):
         tensors = {id(t): t for t in tensors_in(unit) if id(t) not in seen}
         seen |= tensors.keys()
@@ -146,7 +126,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             # A layer is of a class not to be split; without these, an item of a ModuleList.
             layer=world().stock_class(unit).__name__ in classes
             or (not classes and name.rpartition(".")[0] in lists),
-            slot=sum(slot_nbytes((w.codes, *bits_of(w).values())) for w in experts),
+            slot=sum(slot_nbytes((w.codes, *decoders.bits_of(w).values())) for w in experts),
             active=active,
         )
         blocks.append(block)
@@ -162,8 +142,7 @@ def _other_tensor(whole: Tensor) -> BlockTensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor that FSDP2 has sharded."""
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
@@ -174,7 +153,7 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     rows = weight.shape[0] if in_rows else nbytes
     yield BlockTensor(kind, rows, nbytes // max(1, rows), 1)
     kind = "statistics" if part.linear else "expert statistics"
-    for name, bits in (bits_of(weight) if weight.statistics else {}).items():
+    for name, bits in (decoders.bits_of(weight) if weight.statistics else {}).items():
         # Behind the offset of double quantization
         padding = 12 if name == "nested" else 0
         yield BlockTensor(kind, _local(bits).nbytes, 1, 1, name != "tables", padding)
@@ -190,13 +169,9 @@ def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
     return [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
 
 
-def _layer_classes(model: Any) -> set[str]:
-    return set(getattr(model, "_no_split_modules", None) or ())
-
-
 def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield each block by its full name, single tensors included, in registration order."""
-    classes = _layer_classes(model)
+    classes = set(getattr(model, "_no_split_modules", None) or ())
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes
@@ -265,7 +240,10 @@ def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) ->
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
         if asked is not None:
             attention.set_attention(model, asked)
-        _cast_as_loaded(model)
+        kept = kept_dtypes(model, next(model.parameters()).dtype)  # as the loader has them
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.is_floating_point() and (dtype := kept(name)) is not None:
+                tensor.data = tensor.data.to(dtype)
         return model
 
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
@@ -307,9 +285,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         packed = part.weight
         if packed.table is not None:  # else of codes and scales, or not packed yet
             codes: Any = packed.owner
-            state = to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
+            state = decoders.to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
             empty = torch.empty_like(codes.data, device="meta")
-            memo[id(codes)] = params4bit(empty, state, type(codes))
+            memo[id(codes)] = decoders.params4bit(empty, state, type(codes))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -322,20 +300,6 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
                     blank.SCB, blank.CB = torch.empty_like(tensor.SCB, device="meta"), blank.data
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
-
-
-def _cast_as_loaded(model: Any) -> None:
-    """Give a new model the dtypes that transformers' loader would give it."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    dtype = next(model.parameters()).dtype
-    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
-    if plan:
-        pattern, groups, _ = build_glob_alternation(list(plan))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            match = pattern.search(name)
-            if match is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(plan[groups[match.lastgroup]])
 
 
 class StepModel:
@@ -453,7 +417,7 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     if not dtypes:
         return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
-    check_linears(model, settings)
+    decoders.check_linears(model, settings)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # Jamba asks, before it reads a layer's weight
             part.config._is_quantized = True

@@ -1,7 +1,5 @@
 """One model with one set of training settings: from its meta model to peaks on devices."""
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -10,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -83,10 +81,10 @@ class Planner:
     @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The blocks with packed experts, in the model's order."""
-        blocks = (block for block in self.meta.blocks if block.slot)
-        return tuple(ExpertLayer(block.name, block.experts, block.slot) for block in blocks)
+        blocks, parts = self.meta.blocks, ("experts", "expert statistics")
+        return tuple(ExpertLayer(b.name, b.nbytes(*parts), b.slot) for b in blocks if b.slot)
 
-    def with_settings(self, settings: Settings) -> Planner:
+    def with_settings(self, settings: Settings) -> Self:
         """Return the planner with settings under which the model and its steps are the same."""
         meta, other = self.meta, copy.copy(self)
         other.settings, other.__dict__["meta"] = settings, meta

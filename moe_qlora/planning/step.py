@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -31,12 +31,13 @@ from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
 from ..layout import base_model
+from ..lora.config import top_k_of
 from ..models.named import quiet
 from ..world import world
 from . import levels
 from .attention import fused_attention
 from .budget import Activity
-from .model import MetaModel, StepModel, known_tensors, top_k_in
+from .model import MetaModel, StepModel, known_tensors
 
 NO_CAP = 1 << 62  # Bytes of a workspace that nothing bounds
 
@@ -55,10 +56,6 @@ _INSIDE: dict[str, torch.dtype | None] = {
 _LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan")
 """Functions of transformers' models that loop over a sequence."""
 _TURNS = 1024  # Tokens of a sequence, up to which they do
-
-
-_MOST_KNOWN = 1 << 16
-_made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -90,36 +87,17 @@ class MemoryTracker(TorchDispatchMode):
             count = args[0].numel() // (1 if args[0].numel() <= self.experts else self.experts)
             out: Any = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
-            out = self._run(func, args, kwargs or {})
+            out = func(*args, **(kwargs or {}))
         for tensor in tensors_of(out):
             self._count(tensor)
         if func._schema.name in _INSIDE and out.is_meta:
             self._count(torch.empty_like(out, dtype=_INSIDE[func._schema.name]))
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, whose rule on meta is slow Python, once for arguments that are alike."""
-        try:
-            key = (func, _described((*args, *kwargs.items()))) if _makes_one(func) else None
-            known = _made.get(key)
-        except TypeError:  # of another device, or an argument that cannot be a key
-            key = known = None
-        if known is not None:
-            return torch.empty_strided(known[0], known[1], dtype=known[2], device="meta")
-        out = func(*args, **kwargs)
-        if key is not None and out.is_meta and len(_made) < _MOST_KNOWN:
-            storage = out.untyped_storage()
-            if storage._cdata not in self._seen and storage.nbytes() == out.nbytes:
-                _made[key] = tuple(out.shape), out.stride(), out.dtype
-        return out
-
     def empty_uncounted(self, nbytes: int) -> Tensor:
         """Return a tensor of bytes on meta that is not counted, nor are its views."""
-        self._uncounted = True
-        try:
+        with patch.object(self, "_uncounted", True):
             return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        finally:
-            self._uncounted = False
 
     def mark(self) -> int:
         """Start a new section, and return the most that was alive in the one before."""
@@ -143,24 +121,6 @@ class MemoryTracker(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
-
-
-@cache
-def _makes_one(func: Any) -> bool:
-    """Whether an operator makes one new tensor, of a dtype that its arguments say."""
-    returns, named = func._schema.returns, func.namespace in ("aten", "bitsandbytes")
-    alone = len(returns) == 1 and returns[0].alias_info is None and not func._schema.is_mutable
-    return named and alone and str(returns[0].type) == "Tensor"
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        if not value.is_meta:
-            raise TypeError
-        return value.dtype, value.shape, value.stride()
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_described, value))
-    return type(value), value
 
 
 class _Allocator:
@@ -280,7 +240,8 @@ def _passthroughs(
     """Let the blocks between a group's first and last return tensors like those of the first."""
 
     def hidden_states(args: Any, kwargs: Any) -> Tensor:
-        return next(t for t in (*args, *kwargs.values()) if _is_floating(t))
+        given = (*args, *kwargs.values())
+        return next(t for t in given if isinstance(t, Tensor) and t.is_floating_point())
 
     def remember(makers: list[Any], module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         hidden = hidden_states(args, kwargs)
@@ -309,10 +270,6 @@ def _passthroughs(
                 own = patch.dict(vars(blocks[name]), forward=partial(copy, makers))
                 undo.enter_context(own)
         yield
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def run_meta_step(
@@ -347,7 +304,7 @@ def run_meta_step(
             planned(workspace),
             # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
             cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True),
-            _even_counts(batch * seq * top_k_in(meta.base)),
+            _even_counts(batch * seq * (top_k_of(meta.base) or 1)),
             *(patch.dict(vars(x), forward=_on_level(level, x.forward)) for x in layers),
         ):
             stack.enter_context(each)

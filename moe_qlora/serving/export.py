@@ -4,8 +4,6 @@
 each expert. Each server's layouts were tested with the version that the table gives.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -53,6 +51,24 @@ class ExportReport:
         if self.loader_only:
             seen = f"as the loader of {self.server} {self.tested} stacks it; its engine was not run"
         return f"{self.folder}: {self.tensors} tensors, rank {self.rank}, {layout}, {seen}.{notes}"
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """A server's layout of adapters for one architecture."""
+
+    server: str
+    tested: str  # server version of the test
+    fused: bool = False  # PEFT's layout; otherwise a pair for each projection of each expert
+    leaves: Sequence[str] = ()  # for single experts: names of gate, up and down projections
+    together: Sequence[Sequence[str]] = ()  # layers that need LoRA together
+    # parts of names of layers outside the experts: tested, and known not to be served
+    layers: Sequence[str] = ()
+    unserved: Sequence[str] = ()
+    loader_only: bool = False  # only the server's loader was tested, not its engine
+
+    def __str__(self) -> str:
+        return f"{self.server} {self.tested}"
 
 
 def export_adapter(
@@ -280,29 +296,10 @@ class _Export:
                     paths.add(f"{parent}.{other}")
 
 
-@dataclass(frozen=True)
-class ServerLayout:
-    """A server's layout of adapters for one architecture."""
-
-    server: str
-    tested: str  # server version of the test
-    fused: bool = False  # PEFT's layout; otherwise a pair for each projection of each expert
-    leaves: Sequence[str] = ()  # for single experts: names of gate, up and down projections
-    together: Sequence[Sequence[str]] = ()  # layers that need LoRA together
-    # parts of names of layers outside the experts: tested, and known not to be served
-    layers: Sequence[str] = ()
-    unserved: Sequence[str] = ()
-    loader_only: bool = False  # only the server's loader was tested, not its engine
-
-    def __str__(self) -> str:
-        return f"{self.server} {self.tested}"
-
-
 @cache
 def servers() -> dict[str, Any]:
     """Return the table of servers by name."""
-    table: dict[str, Any] = json.loads(Path(__file__).with_name("servers.json").read_text("utf-8"))
-    return table
+    return json.loads(Path(__file__).with_name("servers.json").read_text("utf-8"))
 
 
 def layout_for(server: str, architecture: str) -> ServerLayout:

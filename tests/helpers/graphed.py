@@ -20,7 +20,7 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.packing import parametrize
+from moe_qlora.packing import decoders
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import graphs
 from moe_qlora.train.offload import _Hosted
@@ -126,7 +126,7 @@ def hold_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return noted
 
-    monkeypatch.setattr(parametrize, "read_for_compute", noting(parametrize.read_for_compute))
+    monkeypatch.setattr(decoders, "fetched", noting(decoders.fetched))
     monkeypatch.setattr(_Hosted, "fetch", noting(_Hosted.fetch))
 
 
