@@ -9,8 +9,9 @@ from unittest import mock
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from allocations import Allocations
 from packed_types import MATRIX
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 from moe_qlora.errors import ConfigError, UnsupportedWeightError
@@ -111,6 +112,24 @@ def test_any_range_of_any_stack(shape, kind):
     # One step of the coarsest table is under a third of the block's or row's largest weight; fp4's
     # and the 8-bit absmax table's errors fit in the rest.
     assert (whole.float() - original.float()).abs().max() <= 0.4 * original.float().abs().max()
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor, in bytes, that an operator allocated."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = {
+            leaf.untyped_storage().data_ptr()
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return result
 
 
 @pytest.mark.parametrize(
