@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -24,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--regenerate", action="store_true", help="write golden files anew (tests/unit/cli/golden)"
     )
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE in float32, on disk in several shards."""
+    from moe_qlora.testing import tiny_model
+
+    path = tmp_path_factory.mktemp("plain") / "qwen3_moe"
+    tiny_model("qwen3_moe").save_pretrained(path, max_shard_size="80KB")
+    return path
 
 
 def pytest_collection_finish() -> None:

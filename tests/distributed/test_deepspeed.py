@@ -1,7 +1,5 @@
-"""Packed models under DeepSpeed's ZeRO-2 and ZeRO-3, against one process.
-
-They run where deepspeed is installed (0.19.8 was tried). One group of processes runs all cases.
-"""
+"""Packed models under DeepSpeed's ZeRO-2 and ZeRO-3, against one process. They run
+where deepspeed is installed (0.19.8 was tried)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.prequantized import write_case
 from tests.helpers.ranks import are_same, said, sharded
-from tests.helpers.training import NF4, loaded, train, whole
+from tests.helpers.training import NF4, loaded, token_batches, train, whole
 
 # No power of two: shares end within experts, within blocks of Linear layers, and within the absmax.
 SIZES = {
@@ -115,11 +115,6 @@ def bytes_of(model):
     return sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())
 
 
-def batches():
-    generators = (torch.Generator().manual_seed(step) for step in range(3))
-    return [torch.randint(5, 240, (4, 8), generator=generator) for generator in generators]
-
-
 @contextmanager
 def counted_reads():
     """Count the bytes on disk that are read of expert weights."""
@@ -197,7 +192,7 @@ def run_cases(rank, world, folders):
             copies = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
             no_copies = said(moe_qlora.get_peft_model, model, copies)
             model = adapted(model, 7 + rank)
-            results["losses"] = train(model, batches(), rank, world)
+            results["losses"] = train(model, token_batches(0, 3, 4), rank, world)
             results["adapters"] = [p.detach() for p in model.parameters() if p.requires_grad]
     results["kept"] = logits(sharded(load_kept(folders[MXFP4])))
     return results | {"refused": refusals(folders, rank) | {"copies": no_copies}}
@@ -256,7 +251,7 @@ def test_a_rank_holds_and_reads_its_share_of_the_whole_model_alone(ranks, folder
 
 
 def test_adapters_on_a_sharded_model_train_alike(ranks, folders):
-    expected = train(adapted(load_whole(folders["plain"], "nf4")), batches())
+    expected = train(adapted(load_whole(folders["plain"], "nf4")), token_batches(0, 3, 4))
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected, abs=2e-2)  # bfloat16
     first, *others = (rank["adapters"] for rank in ranks)

@@ -1,7 +1,4 @@
-"""Models and adapters that ranks share are saved, gathered and loaded as those of one process.
-
-One group of processes runs all cases: starting it takes longer than a case.
-"""
+"""Models and adapters that ranks share are saved, gathered and loaded as those of one process."""
 
 from __future__ import annotations
 

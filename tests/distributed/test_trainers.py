@@ -1,7 +1,4 @@
-"""accelerate, transformers' Trainer and TRL on two ranks train packed models as one process does.
-
-One group of processes runs all cases: starting it takes longer than a case.
-"""
+"""accelerate, transformers' Trainer and TRL on two ranks train as one process does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Packed models train on several ranks as they do in one process, whatever engine shards them.
-
-One group of processes runs all cases: starting it takes longer than a case.
-"""
+"""Packed models train on several ranks as they do in one process, whatever engine shards them."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
+from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 Run = tuple[Any, dict[str, Tensor]]
@@ -43,6 +44,10 @@ def packed(model_type: str = "qwen3_moe", settings: Any = NF4, **sizes: Any) -> 
     model = tiny_model(model_type, **sizes)
     moe_qlora.quantize_experts(model, settings)
     return model
+
+
+def packed_names(model: nn.Module) -> list[str]:
+    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
 
 
 def adapted_layers(model: nn.Module) -> set[str]:

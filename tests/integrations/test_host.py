@@ -24,11 +24,11 @@ from moe_qlora import detect
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
 from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
-from moe_qlora.packing import parametrize
 from moe_qlora.planning.plan import plan_settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 from moe_qlora.train.flat_rows import has_flat_rows
 from tests.helpers import training
+from tests.helpers.training import packed_names
 
 NF4 = BitsAndBytesConfig(**training.NF4, bnb_4bit_compute_dtype=torch.float32)
 QLORA = {"adapter": "qlora", "load_in_4bit": True}
@@ -42,13 +42,6 @@ def is_enabled():
 def _off():
     yield
     assert not is_enabled()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("host") / "qwen3_moe"
-    tiny_model("qwen3_moe").save_pretrained(path)
-    return path
 
 
 def load(folder, config=NF4):
@@ -74,10 +67,6 @@ def adapted(folder, host):
     return fill(host.after_peft(peft.get_peft_model(model, host.before_peft(model, lora()))))
 
 
-def packed(model):
-    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
-
-
 @torch.no_grad()
 def logits(model):
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -93,7 +82,7 @@ def test_the_whole_way(folder, tmp_path):
         report = host.after_build(model)
         config = host.before_peft(model, asked)
         trained = host.after_peft(peft.get_peft_model(model, config))
-    assert report is not None and len(report.already_quantized) == len(packed(model)) == 4
+    assert report is not None and len(report.already_quantized) == len(packed_names(model)) == 4
     assert asked.to_dict() == before
     fill(trained).save_pretrained(tmp_path / "adapter")
     merged = host.merge(folder, tmp_path / "adapter", tmp_path / "merged")
@@ -111,12 +100,14 @@ def test_every_unpacked_stack_is_named_and_settings_leave_some_unpacked(folder):
         ExpertsHost().after_build(model)
     assert all(name in str(error.value) for name in names)
     report = ExpertsHost({"progress": False}).after_build(model, pack=True)
-    assert report is not None and [row.name for row in report.quantized] == names == packed(model)
+    assert report is not None and [row.name for row in report.quantized] == names == packed_names(
+        model
+    )
     model = build(folder, ExpertsHost({"skip_modules": ["model.layers.0"]}))
-    assert packed(model) == names[2:]
+    assert packed_names(model) == names[2:]
     host = ExpertsHost({"pack_experts": False})
     model = build(folder, host)
-    assert packed(model) == [] and host.before_peft(model, lora()).target_parameters is None
+    assert packed_names(model) == [] and host.before_peft(model, lora()).target_parameters is None
 
 
 def test_lists_for_a_loader_that_makes_the_config_itself(folder, tmp_path):
@@ -284,7 +275,7 @@ def test_the_plugins_hooks_on_a_saved_adapter(plugin, folder, tmp_path):
     plugin.pre_model_load(cfg)
     model = load(folder)
     plugin.post_model_build(cfg, model)
-    assert not is_enabled() and len(packed(model)) == 4
+    assert not is_enabled() and len(packed_names(model)) == 4
     plugin.pre_lora_load(cfg, model)
     again = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
     plugin.post_lora_load(cfg, again)

@@ -8,6 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("triton")
+from moe_qlora.kernels import cards, grouped_mm, moe_layer, table, workspace
+from moe_qlora.kernels.gate_kernels import Gate
+from moe_qlora.kernels.routing import route
 from tests.helpers.fused_layer import stack_of
 from tests.helpers.tiles import tiled
 
@@ -35,8 +39,6 @@ def assert_exact(found, right, dtype):
 
 
 def multiply(x, matrices, offsets, tile, cut):
-    from moe_qlora.kernels import grouped_mm
-
     matmul, rows = SimpleNamespace(tile=tile, cut=cut), tiled(offsets, len(x), tile)
     return grouped_mm.KERNEL.launch(x, matmul, matrices, rows, (0, matrices.shape[2]))
 
@@ -54,8 +56,6 @@ def multiply(x, matrices, offsets, tile, cut):
     ],
 )
 def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
-    from moe_qlora.kernels import cards, grouped_mm
-
     torch.manual_seed(inner + tile)
     x, matrices, offsets, right = problem(inner, out, dtype, by_rows, sizes)
     cuts = {grouped_mm.default(tile, x.device)}
@@ -76,9 +76,6 @@ def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
 )
 def test_rows_fetched_from_tokens(by_rows, dtype, tokens, inner, rank, out):
     """As rows that are copied, with their products behind, in fp64; alike each time."""
-    from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.routing import route
-
     torch.manual_seed(tokens)
     experts, top_k = 4, 3
     index = torch.rand(tokens, experts, device="cuda").topk(top_k, -1).indices
@@ -115,9 +112,6 @@ def test_layers_as_on_other_cards(
     On Hopper that has reordered columns, forward, where weights are stored (out, in) in whole
     groups of 256.
     """
-    from moe_qlora.kernels import cards, moe_layer, table, workspace
-    from moe_qlora.kernels.gate_kernels import Gate
-
     torch.manual_seed(tokens)
     experts, rank, top_k = 4, 8, 2
 

@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from moe_qlora.experts import backend, fused, operands, projection
 from moe_qlora.experts.backend import plain_gate, runs_grouped
 from moe_qlora.experts.fused import register_operators
+from moe_qlora.kernels import grouped_mm, workspace
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings
@@ -24,8 +26,6 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(autouse=True)
 def scratch():
-    from moe_qlora.kernels import workspace
-
     workspace.release_workspace()
     yield workspace
     workspace.release_workspace()
@@ -46,8 +46,6 @@ def tests(monkeypatch):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_decode_equals_bitsandbytes(kind, double, dtype):
-    from moe_qlora.kernels import grouped_mm
-
     for shape in [(5, 24, 40), (4, 64, 128), (3, 200, 1400), (2, 1, 8)]:
         stack = stack_of(shape, kind, double, dtype).to("cuda")
         out = torch.full(shape, float("nan"), device="cuda", dtype=dtype)
@@ -56,8 +54,6 @@ def test_decode_equals_bitsandbytes(kind, double, dtype):
 
 
 def test_decodes_beyond_int32():
-    from moe_qlora.kernels import grouped_mm
-
     weight = torch.empty(33, 8192, 8192, device="cuda", dtype=torch.bfloat16).normal_()
     stack = codec.pack(weight, CodecSettings("nf4", True))
     del weight

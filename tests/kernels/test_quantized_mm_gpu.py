@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 from fused_layer import stack_of
 
+from moe_qlora.kernels import (
+    cards,
+    grouped_mm,
+    quantized_mm,
+    quantized_mm_hopper,
+    quantized_mm_rs,
+    table,
+)
+from moe_qlora.kernels.factors import Factors
+from moe_qlora.kernels.routing import route
+from moe_qlora.kernels.table import Matmul
 from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 
 
 def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90, rank=16):
-    from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels import routing as routing_
-
     torch.manual_seed(sum(shape))
     packed = stack_of(shape, kind, double, dtype).to("cuda")
     experts, n, k = shape
     inner, outer = (n, k) if back else (k, n)
     index = torch.randint(experts - 1, (experts * each, 1), device="cuda")  # the last has no rows
-    routing = routing_.route(index, experts)
+    routing = route(index, experts)
     x = torch.randn(len(index), inner + rank, device="cuda", dtype=dtype)
     factor = torch.randn(experts, outer, rank, device="cuda", dtype=dtype)
     decoded = torch.empty(shape, device="cuda", dtype=dtype)
@@ -38,9 +48,6 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products=None):
     """A product by this kernel, whatever the table says, in tiles of so many rows."""
-    from moe_qlora.kernels.factors import Factors
-    from moe_qlora.kernels.table import Matmul
-
     offsets = routing.expert_offsets[: packed.experts + 1]
     rows = tiled(offsets, routing.count, tile, routing.order, routing.top_k)
     factors = None
@@ -62,9 +69,6 @@ def assert_exact(found, right, dtype):
 
 def takes(kernel, packed, dtype, back, rows=1000):
     """Whether a kernel works here and takes such a product of `rows` rows."""
-    from moe_qlora.kernels import cards
-    from moe_qlora.kernels.table import Matmul
-
     on_hopper = torch.cuda.get_device_capability() == cards.HOPPER
     matmul = Matmul(packed, dtype, rows, not back)
     return kernel.supports(matmul) and (on_hopper or not kernel.hopper)
@@ -81,9 +85,6 @@ def takes(kernel, packed, dtype, back, rows=1000):
     ],
 )
 def test_the_cuts_of_all_cards(shape, kind, tile, back):
-    from moe_qlora.kernels import cards, quantized_mm
-    from moe_qlora.kernels.table import Matmul
-
     packed, routing, x, factor, right = problem(shape, back, *kind)
     of, kernel = Matmul(packed, x.dtype, len(x), not back), quantized_mm.KERNEL
     cuts = {kernel.cut(of, tile)}
@@ -105,16 +106,15 @@ def test_the_cuts_of_all_cards(shape, kind, tile, back):
 @pytest.mark.parametrize("each", [90, 170])
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, span):
-    from moe_qlora.kernels.quantized_mm_hopper import KERNEL
-
     packed, routing, x, factor, right = problem(
         (4, 192, 320), back, *kind, dtype, each=each, rank=rank
     )
-    if not takes(KERNEL, packed, dtype, back):
+    if not takes(quantized_mm_hopper.KERNEL, packed, dtype, back):
         pytest.skip("no Hopper GPU")
     span = span[0], span[1] or right.shape[1]
     factor = factor if rank else None
-    found = [run(KERNEL, packed, routing, x, factor, tile, back, span) for _ in range(6)]
+    given = quantized_mm_hopper.KERNEL, packed, routing, x, factor, tile, back, span
+    found = [run(*given) for _ in range(6)]
     assert_exact(found, right[:, slice(*span)], dtype)
 
 
@@ -125,26 +125,24 @@ def test_hopper_is_as_exact_as_decoding(back, kind, dtype, rank, tile, each, spa
 @pytest.mark.parametrize("span", [(0, None), (64, 128)])
 @pytest.mark.parametrize("gathers", [False, True])
 def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathers):
-    from moe_qlora.kernels.quantized_mm_rs import KERNEL, reorder
-
     inner = 512 if rank else 1280
     packed, routing, x, factor, right = problem(
         (4, 192, inner), False, *kind, dtype, each=each, rank=rank
     )
-    if not takes(KERNEL, packed, dtype, False):
+    if not takes(quantized_mm_rs.KERNEL, packed, dtype, False):
         pytest.skip("no Hopper GPU")
     span, products = (span[0], span[1] or right.shape[1]), None
     rows, tail = x[:, :inner].contiguous(), x[:, inner:].contiguous()
     if gathers:
         tokens = torch.empty_like(rows)
         tokens[routing.order[: len(rows)].long()] = rows
-        x, products = reorder(tokens), tail
+        x, products = quantized_mm_rs.reorder(tokens), tail
     else:
-        x = torch.cat([reorder(rows), tail], 1)
+        x = torch.cat([quantized_mm_rs.reorder(rows), tail], 1)
     factor = factor if rank else None
     given = packed, routing, x, factor, 256, False, span, None, products
-    found = [run(KERNEL, *given) for _ in range(5)]
-    assert takes(KERNEL, packed, dtype, False)  # it has compiled
+    found = [run(quantized_mm_rs.KERNEL, *given) for _ in range(5)]
+    assert takes(quantized_mm_rs.KERNEL, packed, dtype, False)  # it has compiled
     assert_exact(found, right[:, slice(*span)], dtype)
 
 
@@ -152,9 +150,6 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
 @pytest.mark.parametrize("inner", [64, 128])
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""
-    from moe_qlora.kernels import quantized_mm_hopper, table
-    from moe_qlora.kernels.table import Matmul
-
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
     matmul = table.choose(Matmul(packed, x.dtype, len(x), not back))

@@ -46,6 +46,11 @@ CASES: dict[str, list[str]] = {
     "quantize": ["quantize model new --quiet"],
     "verify": ["verify packed", "verify model", "verify packed --against model"],
     "verify-damaged": ["verify damaged"],
+    "verify-refused": [
+        *("verify missing", "verify model/model.safetensors", "verify empty"),
+        *(f"verify {two}" for two in ("model --against model", "packed --against packed")),
+        *(f"verify packed --against {name}" for name in ("missing", "other", "cut")),
+    ],
     "merge": ["merge model adapter merged --quiet", "merge packed adapter merged --quiet"],
     "export": ["export adapter --base model --for peft -o exported"],
     "errors": [
@@ -96,6 +101,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (shard,) = (root / "damaged").glob("*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-1])
     (root / "damaged/old.safetensors").write_bytes(b"")
+    (root / "empty").mkdir()
+    shutil.copytree(root / "model", root / "cut")
+    (shard,) = (root / "cut").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    tiny_model("gpt_oss").save_pretrained(root / "other")
     lora = LoraConfig(r=4, target_modules=["q_proj"], base_model_name_or_path="model")
     adapted = moe_qlora.get_peft_model(packed, lora, experts=True)
     adapted.save_pretrained(root / "adapter", save_embedding_layers=False)

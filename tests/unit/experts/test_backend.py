@@ -59,7 +59,6 @@ def test_float32_on_a_gpu_warns_once_with_the_cure(compute, dtype, autocast, war
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_small_layer_is_right_and_what_is_wrong_is_said(monkeypatch):
-    pytest.importorskip("triton")
     own, cpu, right = moe_layer.factor_grad, torch.device("cpu"), self_check._is_right
     few = lambda device, tokens: right(device, min(tokens, 128))  # noqa: E731
     monkeypatch.setattr(self_check, "_is_right", few)

@@ -17,13 +17,6 @@ from moe_qlora.experts import checks
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("casts") / "model"
-    testing.tiny_model("qwen3_moe").save_pretrained(path)
-    return path
-
-
 def load(folder, stored, *, adapter=True):
     settings = SETTINGS["int8"] if stored == "int8" else {**NF4, "bnb_4bit_quant_storage": stored}
     model = loaded(folder, settings)

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moe_qlora
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import token_ids
+from tests.helpers.graphed import gradients
 from tests.helpers.prequantized import write_both
 from tests.helpers.training import NF4, SETTINGS, adapted, loaded
 
@@ -70,14 +72,9 @@ def compile_layers(model: nn.Module, **options: Any) -> Graphs:
     return graphs
 
 
-def step(model: Any, length: int) -> dict[str, Tensor]:
+def step(model: Any, length: int) -> Any:
     """The loss and all gradients of one micro-batch."""
-    ids = torch.randint(5, 48, (2, length), generator=torch.Generator().manual_seed(length))
-    model.zero_grad()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **named}
+    return gradients(model, token_ids(model, 2, length, seed=length), use_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_layers_share_a_graph_and_one_more_for_all_lengths(
     lengths = 12, 12, 17, 23
     plain = [step(model, length) for length in lengths]
     graphs = compile_layers(model, dynamic=dynamic)
-    compiled: list[dict[str, Tensor]] = []
+    compiled: list[Any] = []
     for kind in {type(module) for _, module, _ in parametrize.iter_packed(model)}:
         monkeypatch.setattr(kind, "__setattr__", refuse)
     assert [graphs.of(lambda n=n: compiled.append(step(model, n))) for n in lengths] == expected
@@ -115,7 +112,7 @@ def test_each_way_to_call_is_compiled_once(tmp_path):
     model.add_adapter("other", LoraConfig(r=5, target_modules=["k_proj"], lora_dropout=0.5))
     model.enable_input_require_grads()
 
-    def way(adapter: str, cast: bool) -> dict[str, Tensor]:
+    def way(adapter: str, cast: bool) -> Any:
         torch.manual_seed(0)
         model.set_adapter(adapter)
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):

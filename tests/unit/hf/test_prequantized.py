@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,10 +17,9 @@ from transformers import (
 )
 
 from moe_qlora.errors import CheckpointError, ConfigError
-from moe_qlora.packing import parametrize
 from tests.helpers.folders import bits, set_json, tensors
 from tests.helpers.prequantized import write_both
-from tests.helpers.training import NF4, loaded
+from tests.helpers.training import NF4, loaded, packed_names
 
 FP8 = "deepseek_v3 fp8"
 
@@ -35,10 +33,6 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, quantization_config: Any = NF4, **arguments: Any) -> Any:
     """Load under the switch, by default into NF4."""
     return loaded(folder, quantization_config, **{"dtype": "auto", **arguments})
-
-
-def packed(model: nn.Module) -> list[str]:
-    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
 
 
 SKIPS = {**NF4, "llm_int8_skip_modules": ["self_attn", "lm_head"]}
@@ -57,7 +51,7 @@ def test_a_load_equals_that_of_the_plain_folder(kind, fp8, tmp_path):
     before, on_disk = config.to_dict(), (folder / "maker" / "config.json").read_text()
     model, info = load(folder / "maker", quantization_config=config, output_loading_info=True)
     expected, plain_info = load(folder / "plain", settings, output_loading_info=True)
-    assert packed(model) == packed(expected) != []
+    assert packed_names(model) == packed_names(expected) != []
     assert bits(model) == bits(expected)
     assert info == plain_info and not info["missing_keys"]
     # what predicts more tokens, which no tiny model ignores
@@ -75,7 +69,7 @@ def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path
     folder = write_both(tmp_path, "qwen3_moe fp8") / "maker"
     stock = AutoModelForCausalLM.from_pretrained(folder)
     model = load(folder, None)
-    assert not packed(model)
+    assert not packed_names(model)
     assert bits(model) == bits(stock)
     assert bits(model) == bits(load(tmp_path / "plain", None))
     assert model.config.to_dict() == stock.config.to_dict()

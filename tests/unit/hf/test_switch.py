@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from training import NF4, loaded
+from training import NF4, loaded, packed_names
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -31,7 +31,6 @@ from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
 STOCK = {name: AUTO_QUANTIZER_MAPPING[name] for name in ("bitsandbytes_4bit", "bitsandbytes_8bit")}
@@ -48,20 +47,9 @@ def _off() -> Any:
     assert is_stock()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hf") / "qwen3_moe"
-    tiny_model("qwen3_moe").save_pretrained(path, max_shard_size="80KB")
-    return path
-
-
 def load(folder: Path, **arguments: Any) -> Any:
     arguments.setdefault("quantization_config", BitsAndBytesConfig(**NF4))
     return AutoModelForCausalLM.from_pretrained(folder, **arguments)
-
-
-def packed(model: nn.Module) -> list[str]:
-    return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
 
 
 def test_enable_and_disable_are_a_switch_not_a_count_and_blocks_overlap() -> None:
@@ -109,7 +97,8 @@ def test_every_setting(
     assert torch.equal(model(ids).logits, reference(ids).logits)
     model.save_pretrained(tmp_path)
     again = loaded(tmp_path, None, dtype="auto")
-    assert packed(again) == packed(model) and len(packed(model)) == (2 if dtype is None else 4)
+    assert packed_names(again) == packed_names(model)
+    assert len(packed_names(model)) == (2 if dtype is None else 4)
     assert bits(again) == bits(model)
 
 
@@ -169,7 +158,7 @@ def test_a_load_needs_few_experts_beside_what_it_makes(family, tmp_path, monkeyp
         packed_model = load(tmp_path, dtype=torch.bfloat16)
     resident = sum(live.alive.values())
     assert experts > 12_000_000 and live.most - resident < 4_000_000, live.most - resident
-    assert packed(packed_model)
+    assert packed_names(packed_model)
 
 
 def test_device_maps_are_even() -> None:
@@ -202,7 +191,7 @@ def test_folders_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
     with moe_qlora.enabled():
         model = type(plain).from_pretrained(tmp_path / "stock")
         expected = load(tmp_path / "plain")
-    assert packed(model) == packed(expected) != []
+    assert packed_names(model) == packed_names(expected) != []
     assert bits(model) == bits(expected)
 
     for name, module in list(stock.named_modules()):
@@ -220,4 +209,4 @@ def test_folders_that_bitsandbytes_has_packed(tmp_path: Path) -> None:
     expected = type(plain).from_pretrained(tmp_path / "stock")
     with moe_qlora.enabled():
         model = type(plain).from_pretrained(tmp_path / "stock")
-    assert not packed(model) and bits(model) == bits(expected)
+    assert not packed_names(model) and bits(model) == bits(expected)

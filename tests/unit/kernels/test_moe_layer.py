@@ -10,10 +10,10 @@ import torch
 
 from moe_qlora.packing import codec
 
-triton = pytest.importorskip("triton")
-from fused_layer import CASES, Case, check_layer, stack_of  # noqa: E402
+pytest.importorskip("triton")
+from fused_layer import CASES, Case, check_layer, stack_of
 
-from moe_qlora.kernels import (  # noqa: E402
+from moe_qlora.kernels import (
     cards,
     grouped_mm,
     limits,
@@ -24,12 +24,9 @@ from moe_qlora.kernels import (  # noqa: E402
     table,
     workspace,
 )
-from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
-from moe_qlora.kernels.table import Matmul  # noqa: E402
-from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
-
-if not triton.knobs.runtime.interpret:
-    pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
+from moe_qlora.kernels.gate_kernels import Gate
+from moe_qlora.kernels.table import Matmul
+from moe_qlora.kernels.weights import WeightSpec
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -12,12 +12,14 @@ import torch
 from packed_types import MATRIX
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig
 
 from moe_qlora.errors import ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack, unpack, unpack_range
 from moe_qlora.packing.decoders import to_quant_state
 from moe_qlora.packing.settings import CodecSettings, why_not
+from tests.helpers import training
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 
 INT8 = CodecSettings("int8")
@@ -190,16 +192,8 @@ def test_finds_the_first_nonfinite_value(monkeypatch):
 
 
 def test_settings_follow_the_config() -> None:
-    from transformers import BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_storage="bfloat16",
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=["lm_head"],
-    )
+    stored = {"bnb_4bit_quant_storage": "bfloat16", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = BitsAndBytesConfig(**training.NF4, **stored, llm_int8_skip_modules=["lm_head"])
     expected = CodecSettings("nf4", True, torch.bfloat16, torch.bfloat16, 64, ("lm_head",))
     assert CodecSettings.from_config(config) == expected
     assert CodecSettings.from_config(config.to_dict()) == expected

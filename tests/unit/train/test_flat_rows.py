@@ -18,7 +18,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.lora.packed_rows import watch_packed_rows
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import flat_rows, segments
-from tests.helpers.fitting import adapted
+from tests.helpers.fitting import adapted, token_ids
 
 LENGTHS = (33, 1, 2, 48, 7)  # The longest is T
 FAMILIES = {
@@ -92,10 +92,7 @@ def by_offsets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
 
 
 def sequences(model: Any) -> list[Tensor]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    vocabulary = base.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(5, vocabulary - 8, (n,), generator=generator) for n in LENGTHS]
+    return [token_ids(model, 1, n, seed=n)[0] for n in LENGTHS]
 
 
 def _targets(row: Tensor) -> Tensor:
