@@ -1,8 +1,8 @@
 """Lets FSDP2 gather a decoder layer at the same addresses each time, which CUDA graphs need.
 
-FSDP2 allocates what it gathers in each forward and backward, and frees it after. One layer's weights
-are gathered at a time, so layers of the same sizes share memory here that stays allocated. A layer
-that stays gathered until its backward has memory of its own, and stays so until gradients are reduced.
+FSDP2 allocates what it gathers in each forward and backward, and frees it after. It gathers one
+layer at a time, so layers of the same sizes share memory here that stays allocated. A layer that
+stays gathered until its backward has memory of its own, and stays so until gradients are reduced.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,6 +30,7 @@ class FixedGather:
         self.is_fixed = not self._is_taken()
         if self.is_fixed:
             self._put(shared)
+            self._take()
             for param in self._params:
                 param.free_unsharded_param = lambda: None
             self._params[0].alloc_all_gather_outputs = self._take
@@ -82,9 +83,10 @@ class FixedGather:
 
 
 def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
-    """Fix the addresses of a layer that is gathered now; None if FSDP2 does not shard it by itself."""
-    module: Any = layer
-    group = module._get_fsdp_state()._fsdp_param_group if isinstance(layer, FSDPModule) else None
+    """Fix the addresses of a layer that is gathered now; None if FSDP2 gathers it with others."""
+    if not isinstance(layer, FSDPModule):
+        return None
+    group: Any = layer._get_fsdp_state()._fsdp_param_group
     if group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1:
         return None
     return FixedGather(group, buffer)

@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
@@ -103,7 +102,8 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     router may choose other experts. One compilation serves rows of all lengths.
     """
     whole = _compile(own) if compiles else own
-    part = _compile(compute, joint_custom_post_pass=_LengthsAreSaved()) if compiles else compute
+    saved = {"joint_custom_post_pass": _lengths_are_saved()} if compiles else {}
+    part = _compile(compute, **saved) if compiles else compute
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if compiles and torch.is_grad_enabled():
@@ -114,19 +114,22 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     return run
 
 
-class _LengthsAreSaved(CustomGraphPass):
-    """Lets backward have the arguments of compiled code, which nothing can recompute."""
+def _lengths_are_saved() -> Any:
+    """Return a pass over a graph that lets backward have lengths, which nothing can recompute."""
+    # Inductor of torch 2.11 marks a length as recomputed where it replaces a size by it: routers in
+    # groups (GLM-4.5, DeepSeek-V3) did not compile, "Node add was invalid, but is output".
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    # Inductor of torch 2.11 gives the mark of a size that is recomputed to the length that it puts
-    # in its place: routers in groups (GLM-4.5, DeepSeek-V3) did not compile, "Node add was invalid".
+    class LengthsAreSaved(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    node.meta.pop("recompute", None)
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                node.meta.pop("recompute", None)
+        def uuid(self) -> bytes:
+            return b"moe_qlora, lengths are saved"
 
-    def uuid(self) -> bytes:
-        return b"moe_qlora, lengths are saved"
+    return LengthsAreSaved()
 
 
 def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

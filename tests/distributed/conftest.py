@@ -1,8 +1,6 @@
 """Ranks are forked from one process, which imports once what takes each of them six seconds. One
 group of ranks runs all cases of a file: starting it takes longer than a case."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 multiprocessing.set_forkserver_preload([

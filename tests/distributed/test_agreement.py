@@ -1,7 +1,5 @@
 """Ranks that were given different things are told apart before anything is read or computed."""
 
-from __future__ import annotations
-
 import shutil
 
 import torch

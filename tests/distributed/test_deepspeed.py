@@ -1,8 +1,6 @@
 """Packed models under DeepSpeed's ZeRO-2 and ZeRO-3, against one process. They run
 where deepspeed is installed (0.19.8 was tried)."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

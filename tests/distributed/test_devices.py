@@ -1,7 +1,5 @@
 """Packed models over two GPUs of one process: even, complete, and as right as on one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig

@@ -3,8 +3,6 @@
 Ranks are forked from this process, which has imported everything and loaded the model.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`fit_memory` on two ranks: one choice, one error, and training as in one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

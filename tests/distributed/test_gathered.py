@@ -1,7 +1,5 @@
 """Layers that FSDP2 gathers at fixed addresses: recorded, they train as one process does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -60,28 +58,26 @@ def accumulated(model, rank=0, world=1):
 
 
 def several_at_once(rank):
-    """Whether layers are whole that a caller gathers one after the other; graphs after it."""
+    """Whether layers are whole that a caller gathers one after the other; losses after it."""
     model = sharded(small())
     ids = token_ids(small(), seed=rank)
-    with recorded(model, levels.KEEP) as made:
+
+    def losses():
         for _ in range(3):
-            model(input_ids=ids, labels=ids).loss.backward()
-        shares = [[p.full_tensor() for p in layer.parameters()] for layer in layers_of(model)]
-        for layer in layers_of(model):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            yield loss.item()
+
+    with recorded(model, levels.KEEP):
+        before, layers = [*losses()], layers_of(model)
+        shares = [p.full_tensor() for layer in layers for p in layer.parameters()]
+        for layer in layers:
             layer.unshard()
-        found = [[*layer.parameters()] for layer in layers_of(model)]
-        right = all(
-            torch.equal(one, share)
-            for layer, whole in zip(found, shares, strict=True)
-            for one, share in zip(layer, whole, strict=True)
-        )
-        for layer in layers_of(model):
+        found = [p for layer in layers for p in layer.parameters()]
+        right = all(map(torch.equal, found, shares))
+        for layer in layers:
             layer.reshard()
-        losses = []
-        for _ in range(3):
-            losses.append(model(input_ids=ids, labels=ids).loss)
-            losses[-1].backward()
-    return right, made.recorded, [loss.item() for loss in losses]
+        return right, [*before, *losses()]
 
 
 def run(rank, world):
@@ -116,6 +112,5 @@ def test_recorded_shares_train_as_one_process_does(ranks, level, once):
 
 
 def test_layers_that_a_caller_gathers_together_are_whole(ranks):
-    for _, (right, _, losses) in ranks:
-        assert right
-        assert losses == [pytest.approx(losses[0])] * 3
+    for _, (right, losses) in ranks:
+        assert right and losses == [pytest.approx(losses[0])] * 6

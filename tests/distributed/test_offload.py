@@ -1,7 +1,5 @@
 """Experts in each rank's host memory, under DDP: losses, gradients and files are the resident's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Four processes serve every case: as four shards, as two copies of two, and as three of them.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import gc

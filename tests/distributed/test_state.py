@@ -1,7 +1,5 @@
 """Models and adapters that ranks share are saved, gathered and loaded as those of one process."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

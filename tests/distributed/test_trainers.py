@@ -1,7 +1,5 @@
 """accelerate, transformers' Trainer and TRL on two ranks train as one process does."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 

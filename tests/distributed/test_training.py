@@ -1,7 +1,5 @@
 """Packed models train on several ranks as they do in one process, whatever engine shards them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

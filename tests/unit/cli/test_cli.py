@@ -1,7 +1,5 @@
 """The command line: what it prints, what it takes, how it ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ No file holds a version, a time or a temporary path: commands run in a folder of
 packages and devices that are made up.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

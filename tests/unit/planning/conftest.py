@@ -1,7 +1,5 @@
 """Plans that differ in devices, engines and optimizers share a model and its steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention that is eager and need not be is named, and each kind is counted as it is computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

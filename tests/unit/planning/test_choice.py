@@ -1,7 +1,5 @@
 """What layers keep and what their experts cost in host memory, against walks through all."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

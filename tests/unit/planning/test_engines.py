@@ -1,7 +1,5 @@
 """Plans of many GPUs against real shares, buckets and measured peaks."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What layers keep, and where experts lie, in plans of given devices."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What a layer keeps on each level: its gradients, and how often its parts run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from itertools import chain

@@ -1,7 +1,5 @@
 """An experts module on meta allocates what it allocates where it computes."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -1,7 +1,5 @@
 """Plans against what really is: footprints, adapters, optimizers, kept tensors, H200 peaks."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

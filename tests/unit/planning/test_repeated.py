@@ -1,7 +1,5 @@
 """Plans of which repeated layers, and turns over a sequence, run for the others: as of all."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The search for the best combination of settings that fits."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib.util import find_spec
