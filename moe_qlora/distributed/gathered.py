@@ -82,11 +82,19 @@ class FixedGather:
                 param.free_unsharded_param()
 
 
+def _group_of(layer: nn.Module) -> Any:
+    return layer._get_fsdp_state()._fsdp_param_group if isinstance(layer, FSDPModule) else None
+
+
 def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
     """Fix the addresses of a layer that is gathered now; None if FSDP2 gathers it with others."""
-    if not isinstance(layer, FSDPModule):
-        return None
-    group: Any = layer._get_fsdp_state()._fsdp_param_group
+    group = _group_of(layer)
     if group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1:
         return None
     return FixedGather(group, buffer)
+
+
+def is_gathered_twice(layer: nn.Module) -> bool:
+    """Whether FSDP2 gathers a layer for its forward, and from all ranks again for its backward."""
+    group = _group_of(layer)
+    return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh

@@ -1,7 +1,7 @@
 """What other rooms ask of many ranks (`world()`); in a single process nothing is sharded."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -24,7 +24,7 @@ from .gather import (  # noqa: F401
     state_dict_to_save,
     whole_tensors,
 )
-from .gathered import fix_gather  # noqa: F401
+from .gathered import fix_gather, is_gathered_twice  # noqa: F401
 from .load_sharded import RankLoad  # noqa: F401
 from .sharding import shards_integers  # noqa: F401
 
@@ -115,8 +115,7 @@ def is_sharded(model: nn.Module) -> bool:
 def gather_once(layers: Iterable[nn.Module], once: bool) -> None:
     """Let FSDP2 keep layers that it shards gathered from their forward until their backward."""
     for layer in layers:
-        if isinstance(layer, FSDPModule):
-            layer.set_reshard_after_forward(not once, recurse=False)
+        cast(FSDPModule, layer).set_reshard_after_forward(not once, recurse=False)
 
 
 def stock_class(module: nn.Module) -> type:

@@ -350,9 +350,9 @@ class Fit(ExitStack):
 
     def _keep_gathered(self) -> None:
         """Choose layers that FSDP2 gathers once for forward and backward, from the last one."""
-        layers = [runner.layer for runner in self._runners.values()]
+        layers = [r.layer for r in self._runners.values() if world().is_gathered_twice(r.layer)]
         sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
-        room = self._room - 3 * max(sizes)  # One that is gathered, and two on their way
+        room = self._room - 3 * max(sizes, default=0)  # One that is gathered, and two on their way
         if self._was_whole:  # Half of it or more was freed since
             room += sum(sizes) // 2
 

@@ -74,6 +74,7 @@ class LayerGraphs:
         self._pass: str | None = None  # None: the first layer will decide
         self._last = -1
         self._warned: set[str] = set()
+        self._gathers: list[Any] = []  # `FixedGather` of layers, undone at the end
         self.model = model
         layers = decoder_layers(model).values()
         self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
@@ -98,9 +99,8 @@ class LayerGraphs:
     def remove(self) -> None:
         """Let the layers run without graphs, and free these."""
         self.forget()
-        for each in self._calls:
-            if each.gather is not None:
-                each.gather.undo()
+        for gather in self._gathers:
+            gather.undo()
         for runner in self._runners:
             runner.graphs = runner.calls = None
             runner.end()
@@ -157,6 +157,7 @@ class LayerGraphs:
         calls: LayerCalls = runner.calls
         if calls.gather is None:
             calls.gather = world().fix_gather(runner.layer, self.buffer)
+            self._gathers += [] if calls.gather is None else [calls.gather]
         if (reserved := calls.reserve()) is None:
             return None
         if calls.places != reserved[0]:
