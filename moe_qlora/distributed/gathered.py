@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 Buffer = Callable[[Hashable, Tensor], Tensor]
-"""Returns memory as a tensor has it, for a role that several share."""
+"""Returns memory of a tensor's shape and dtype: the same for all that ask for one role."""
 
 
 class FixedGather:
-    """A layer that FSDP2 gathers in shared memory, until `undo`."""
+    """A layer that FSDP2 gathers in memory that is not freed, until `undo`."""
 
     def __init__(self, group: Any, buffer: Buffer) -> None:
         self._group, self._params = group, group.fsdp_params
@@ -42,7 +42,7 @@ class FixedGather:
         return int(self._params[0].all_gather_outputs[0].data_ptr())
 
     def _is_taken(self) -> bool:
-        """Whether another layer is gathered there now, as a caller of `unshard` may want."""
+        """Whether another layer is gathered there now, as after `unshard()` of both."""
         holder = getattr(self._first, "holder", self._group)
         return holder is not self._group and bool(holder.is_unsharded)
 
@@ -54,7 +54,7 @@ class FixedGather:
             self._first.holder = self._group
 
     def _reshard(self) -> None:
-        # Without reducing, no weight has changed when the next micro-batch comes
+        # A micro-batch that reduces no gradients changes no weight: the next one uses the same
         group = self._group
         if group.reduce_grads or group._training_state.name != "POST_BACKWARD":
             type(group).reshard(group)

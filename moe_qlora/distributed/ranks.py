@@ -107,11 +107,6 @@ def uses_fsdp(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether weights are sharded over ranks."""
-    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
-
-
 def gather_once(layers: Iterable[nn.Module], once: bool) -> None:
     """Let FSDP2 keep layers that it shards gathered from their forward until their backward."""
     for layer in layers:

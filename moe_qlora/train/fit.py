@@ -341,7 +341,7 @@ class Fit(ExitStack):
             runner.level = choice.levels.get(name, RECOMPUTE)
             runner.fits_beside = both <= self.memory
         self._room = int((self.memory - both) / (1 + self._gaps))
-        self._was_whole = not world().is_sharded(self._model)
+        self._was_whole = not world().uses_fsdp(self._model)
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[RECOMPUTE] if a.name in self._runners)

@@ -190,7 +190,7 @@ def _obstacle(layers: list[Any]) -> str | None:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """Whether weights are sharded over ranks, or will be by accelerate's settings."""
+    """Whether FSDP2 has sharded the weights, or will by accelerate's settings."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 
-    return world().is_sharded(model) or (runs_distributed() and is_fsdp_enabled())
+    return world().uses_fsdp(model) or (runs_distributed() and is_fsdp_enabled())

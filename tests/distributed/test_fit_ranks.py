@@ -25,6 +25,13 @@ def fitted_peak(model):
         return fit.peak
 
 
+def gathered(model, memory, rank, world):
+    """How many layers are gathered once with this memory, and what it leaves for them."""
+    with fitted(model, memory) as fit:
+        train(model, batches()[:1], rank, world)
+        return len(fit._gathered), fit._room
+
+
 def run(rank, world, memories, least):
     """What each way of calling gives on this rank: choices and losses, or an error."""
     model = adapted()
@@ -48,6 +55,12 @@ def run(rank, world, memories, least):
         model.eval()(batches()[0])
         layers = model.get_base_model().model.layers
         found["shares after it"] = all(hasattr(w, "device_mesh") for w in layers.parameters())
+    size, model = sum(w.nbytes for w in layers[0].parameters()), sharded(adapted())
+    room = gathered(model, ENOUGH, rank, 2)[1]
+    just = ENOUGH - room + 4 * size  # One layer beside three that are on their way
+    found["by memory"] = [gathered(model, memory, rank, 2)[0] for memory in (just - 1, just)]
+    model = sharded(adapted(), reshard_after_forward=False)
+    found["a user's own"] = gathered(model, ENOUGH, rank, 2)[0]
     found["too small on one"] = said(fitted, adapted(), (ENOUGH, 1)[rank])
     found["no size on one"] = said(fitted, adapted(), (ENOUGH, "abc")[rank])
     return found
@@ -71,7 +84,8 @@ def test_all_ranks_decide_alike_and_train_as_one(ranks):
             assert one[f"{way}, losses"] == pytest.approx(expected, rel=1e-5)
         assert one["gathered once"] == (len(one["after FSDP2"]), ranks[0]["gathered once"][1])
         assert one["gathered once, losses"] == pytest.approx(expected, rel=1e-5)
-        assert one["shares after it"]
+        assert one["shares after it"] and one["a user's own"] == 0
+        assert one["by memory"] == [0, 1]
         assert one["offloaded"] == ["host"] * 3 and one["hosted after it"] == 3
         assert one["offloaded, losses"] == pytest.approx(hosted, rel=1e-5)
 

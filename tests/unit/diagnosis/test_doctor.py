@@ -1,7 +1,5 @@
 """The doctor: what it says of versions, devices and layers is what holds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Configurations: JSON that somebody else wrote, and models by name or in memory."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

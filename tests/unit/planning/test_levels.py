@@ -113,6 +113,14 @@ def test_compiled_layers_have_the_same_gradients_by_class(level, monkeypatch):
     assert counters["stats"]["unique_graphs"] >= 2
 
 
+def test_lengths_are_never_marked_as_recomputed():
+    graph = torch.fx.Graph()
+    made = graph.call_function(torch.neg, (length := graph.placeholder("s0"),))
+    length.meta["recompute"] = made.meta["recompute"] = True
+    levels._lengths_are_saved()(graph)
+    assert "recompute" not in length.meta and "recompute" in made.meta
+
+
 def test_code_for_one_dtype_is_not_run_on_weights_that_were_cast_in_place(monkeypatch):
     # torch 2.11 on Python 3.12 ran it: its guards did not look at parameters seen a call before.
     alike = []

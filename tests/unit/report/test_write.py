@@ -1,7 +1,5 @@
 """The page: what it says of folders, runs and live models, and what it says it lacks."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

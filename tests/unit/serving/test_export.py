@@ -1,7 +1,5 @@
 """Adapters in the layouts of servers: what is written, that it loads back, what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
