@@ -34,7 +34,7 @@ from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
-from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
+from .backend import FUSED, UNPACKED, choose_backend, find_gate, read_call
 from .kept import pop_saved, save
 from .operands import known_record, record_of
 from .projection import no_autocast
@@ -179,15 +179,12 @@ def _class_members(base: Any) -> Mapping[str, Any]:
 
 
 def _prepare(module: nn.Module, previous: str | None) -> None:
-    """Note the selection before, and decide beforehand: a graph cannot."""
+    """Note the selection before, and find the gate, which compiled code cannot."""
     record = record_of(module)
     if record.activated:
         return
     record.activated, record.previous = True, previous
     find_gate(module)
-    parameter = next(module.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        kernels_run(parameter.device)
 
 
 def clear_quantized(model: nn.Module) -> None:

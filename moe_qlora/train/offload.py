@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..experts.backend import kernels_run
 from ..kernels.limits import cdiv
 from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
@@ -167,7 +166,6 @@ class Offload(AbstractContextManager["Offload"]):
         except BaseException:
             self.remove()
             raise
-        kernels_run(device)  # Compiled code, which sees codes in host memory, cannot find out
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -279,7 +277,6 @@ class Offload(AbstractContextManager["Offload"]):
         self.device = device
         for block in self._blocks:
             block.store.lock(device)
-        kernels_run(device)
 
     def _new(self, nbytes: int) -> DeviceSlot:
         with torch.inference_mode(False):  # Else nothing outside could be copied to it

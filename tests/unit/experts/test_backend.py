@@ -96,11 +96,14 @@ def test_only_what_no_test_has_seen_is_checked(capability, triton, hip, untested
     monkeypatch.setattr(self_check, "installed_version", lambda name: triton)
     monkeypatch.setattr(table, "KERNELS", table.kernels()[:])
     monkeypatch.setattr(self_check, "_is_right", lambda *_: checked.append(1) or 1 / 0)
+    # By code that is compiled before an eager call, as of a model that was packed on the CPU
+    run = torch.compile(lambda x: x if backend.kernels_run(device) else -x, backend="eager")
     if untested:
         with pytest.warns(UserWarning, match=r"do not run \(ZeroDivisionError\)"):
-            assert not backend.kernels_run(device)
+            assert run(torch.ones(1)) == -1
         reason = backend._device_obstacle(device, None)
         assert "cuda:0, or are not right there" in reason
+    assert run(torch.ones(1)) == (-1 if untested else 1)
     assert backend.kernels_run(device) is not untested
     again = untested and capability == (9, 0)  # without the kernels in Gluon
     assert len(checked) == untested + again and again != any(k.hopper for k in table.KERNELS)
