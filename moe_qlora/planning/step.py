@@ -198,7 +198,9 @@ def record_step(
     with ExitStack() as hooks:
         hooks.enter_context(_passthroughs(blocks, step.groups, anchor))
         for name, module in blocks.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+            # Before FSDP2 gathers: what it gathers is freed after the forward, and was not kept
+            entering = module.register_forward_pre_hook(partial(enter, name), prepend=True)
+            hooks.enter_context(entering)
             hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         value = loss()
         if once and twice and twice == with_gradients & read.keys():

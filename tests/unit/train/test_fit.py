@@ -102,6 +102,29 @@ def test_losses_that_are_not_the_models():
             assert measured <= fit.peak <= min(memory, 1.03 * measured)
 
 
+def test_what_is_gathered_for_a_layer_is_not_what_it_keeps():
+    """As FSDP2 gathers: before a layer's forward, and freed after it."""
+    model, nbytes = adapted(num_hidden_layers=4), 1 << 24
+    with fitted(model) as fit:
+        kept = [each.saved for each in fit._measure(levels.RECOMPUTE) if "layers" in each.name]
+    del model.equal_models  # Whose measured step is used again
+    gathered: dict[nn.Module, Tensor] = {}
+
+    def gather(layer: nn.Module, _: Any) -> None:
+        gathered[layer] = torch.empty(nbytes, dtype=torch.uint8)
+
+    def free(layer: nn.Module, *_: Any) -> None:
+        del gathered[layer]
+
+    for layer in model.get_base_model().model.layers:
+        layer.register_forward_pre_hook(gather)
+        layer.register_forward_hook(free)
+    with fitted(model) as fit:
+        measured = [each for each in fit._measure(levels.RECOMPUTE) if "layers" in each.name]
+        assert [each.saved for each in measured] == kept
+        assert min(each.forward for each in measured) > nbytes
+
+
 def test_layers_that_text_does_not_reach_are_computed_again():
     """Those of a vision tower: how much they allocate for images is not measured."""
     model = adapted("qwen3_vl_moe")
