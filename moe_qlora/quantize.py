@@ -4,8 +4,6 @@ Packing needs extra memory for one packed weight and a chunk of at most a few do
 weight is freed once the packed one is on the module.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +38,7 @@ def quantize_experts(
     *,
     missing_ok: bool = False,
     progress: bool | Progress | None = None,
-) -> QuantizationReport:
+) -> "QuantizationReport":
     """Pack every expert weight of a built model, in place.
 
     Weights keep their names: `module.gate_up_proj` gives the dequantized tensor in its original

@@ -5,8 +5,6 @@ wait for each other, in a loop that takes a busy machine's CPUs. OpenMP reads it
 Garbage is collected less often, and never among what the libraries hold: a fifth of the time.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

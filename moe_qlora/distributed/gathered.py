@@ -2,7 +2,8 @@
 
 FSDP2 allocates what it gathers in each forward and backward, and frees it after. It gathers one
 layer at a time, so layers of the same sizes share memory here that stays allocated. A layer that
-stays gathered until its backward has memory of its own, and stays so until gradients are reduced.
+stays gathered until its backward has memory of its own. It stays so until gradients are reduced,
+and what no optimizer changes, most of a packed layer, is not gathered there again.
 """
 
 from collections.abc import Callable, Hashable
@@ -35,7 +36,12 @@ class FixedGather:
                 param.free_unsharded_param = lambda: None
             self._params[0].alloc_all_gather_outputs = self._take
             if not shares:
-                group.reshard = self._reshard
+                trained = [p for p in self._params if p.sharded_param.requires_grad]
+                self._trained = self._gathering = trained or self._params
+                self._frozen = [p for p in self._params if p not in self._trained]
+                self._there: Any = self._versions() if group.is_unsharded else None
+                group.reshard, group._to_sharded = self._reshard, self._to_sharded
+                group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
 
     @property
     def address(self) -> int:
@@ -59,6 +65,34 @@ class FixedGather:
         if group.reduce_grads or group._training_state.name != "POST_BACKWARD":
             type(group).reshard(group)
 
+    def _versions(self) -> list[tuple[int, int, int]]:
+        """Return what changes as frozen weights are changed in place, or replaced."""
+        shares = (p.sharded_param for p in self._frozen)
+        return [(id(share), share._version, share._local_tensor._version) for share in shares]
+
+    def _to_sharded(self) -> None:
+        # FSDP2 calls it for a state dict also, into which a checkpoint is loaded unseen
+        if self._group._training_state.name == "IDLE":
+            self._there = None
+        type(self._group)._to_sharded(self._group)
+
+    def _unshard(self, async_op: bool = False) -> None:
+        group, versions = self._group, self._versions()
+        if group.is_sharded and group._all_gather_result is None:
+            self._gathering = self._trained if versions == self._there else self._params
+            self._there = versions
+        group.fsdp_params = self._gathering
+        type(group).unshard(group, async_op)
+        group.fsdp_params = self._params
+
+    def _wait_for_unshard(self) -> None:
+        group, waits = self._group, self._group._all_gather_result is not None
+        group.fsdp_params = self._gathering
+        type(group).wait_for_unshard(group)
+        group.fsdp_params = self._params
+        for param in self._frozen if waits else ():
+            param.to_unsharded()
+
     def _put(self, memory: list[Tensor]) -> None:
         for param, place in zip(self._params, memory, strict=True):
             whole = param._unsharded_param
@@ -75,7 +109,8 @@ class FixedGather:
         for param in self._params:
             del param.free_unsharded_param
         del self._params[0].alloc_all_gather_outputs
-        vars(self._group).pop("reshard", None)
+        for name in ("reshard", "_to_sharded", "unshard", "wait_for_unshard"):
+            vars(self._group).pop(name, None)
         self._put([torch.empty_like(param.all_gather_outputs[0]) for param in self._params])
         if self._group.is_sharded:
             for param in self._params:

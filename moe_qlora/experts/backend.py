@@ -192,7 +192,8 @@ def suits(card: Card) -> bool:
     return has_triton() and _multiplies(card)
 
 
-@torch.compiler.assume_constant_result  # Called as torch.compile traces a call, not traced
+# Called while torch.compile traces a call, and not traced
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def kernels_run(device: torch.device) -> bool:
     """Whether the fused kernels run on this device, on meta the card that is planned for."""
     # On a card or with a Triton that no test has seen, small layers are compared first.

@@ -5,8 +5,6 @@ it copies the experts' offsets to the host and calls cuBLAS expert by expert (Gr
 2.9 to 2.13), which waits for the device and cannot be captured: `grouped_mm.py` replaces it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """LoRA factors as PEFT stores them, as the fused layer's kernels read them, and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Shapes are those of `row_kernels.py`. What LoRA needs of the rows that the gate 
 in the same pass: their product with the second projection's A, or with the first's B in backward.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

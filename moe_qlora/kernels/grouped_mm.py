@@ -19,8 +19,6 @@ run at the same time share their reads: `GROUP` tiles of rows are multiplied by 
 before the next ones.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple

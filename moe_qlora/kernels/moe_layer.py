@@ -23,8 +23,6 @@ Saved for backward besides the inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes o
 never waits for the device, and every sum has one order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

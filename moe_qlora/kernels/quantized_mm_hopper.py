@@ -11,8 +11,6 @@ Forward's products of many rows use `quantized_mm_rs.py`; everywhere else the po
 `quantized_mm.py` runs.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

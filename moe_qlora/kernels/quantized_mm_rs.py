@@ -16,8 +16,6 @@ multiplied by LoRA's factors, in their own order.
 The left operand of mma.sync has the same layout in registers as that of wgmma, so that
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

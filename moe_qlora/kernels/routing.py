@@ -8,8 +8,6 @@ sort, search and conversions take some fifteen.
 The results are parts of one int32 tensor, so that autograd and a checkpoint save only one.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import torch

@@ -13,8 +13,6 @@ or 32 rows. A kernel writes the table of tiles as well (`routing.py`), so that t
 read the routing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -4,8 +4,6 @@ One file holds one kernel and its `Kernel` record. Cuts follow from card and sha
 were within the noise of these (tools/bench/NOTES.md).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -9,8 +9,6 @@ Under gradient checkpointing a layer's backward follows its recomputation at onc
 therefore records which weight was decoded last, and that weight is not decoded again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ It measures what each block allocates on each of three levels, on this very mode
 the layers (layers.py), and says if the first steps take more.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import sys
@@ -49,7 +47,7 @@ def fit_memory(
     seq_len: int,
     memory: int | str | None = None,
     loss: Loss | None = None,
-) -> Fit:
+) -> "Fit":
     """Keep as many activations as the memory holds, and compute the rest again in backward.
 
     Each decoder layer keeps all that backward needs, a part (what the experts and attention save;

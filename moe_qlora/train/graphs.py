@@ -19,8 +19,6 @@ A graph reads weights where they were when it was recorded: on the device, in a 
 (offload.py), which a lease keeps filled meanwhile, or where FSDP2 gathers them (gathered.py).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import traceback
@@ -88,7 +86,7 @@ class LayerGraphs:
         self._ran = False
 
     @property
-    def _calls(self) -> list[LayerCalls]:
+    def _calls(self) -> "list[LayerCalls]":
         return [runner.calls for runner in self._runners if runner.calls is not None]
 
     @property

@@ -8,8 +8,6 @@
 A runner is put on a layer with the first of these fields, and taken off with the last.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging
@@ -103,7 +101,7 @@ class LayerRunner:
             if self._compiled is not None:
                 self.layer._compiled_call_impl = self._compiled
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerRunner:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRunner":
         """Return the runner of a copied layer: on the same level, without graphs."""
         memo[id(self)] = twin = copy.copy(self)
         twin.layer = copy.deepcopy(self.layer, memo)

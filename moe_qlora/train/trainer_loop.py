@@ -11,8 +11,6 @@ GPU, and the next batch then for the host. `torch.isnan` and `isinf` of an `Earl
 copy made before the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import deepcopy
@@ -63,7 +61,7 @@ class _Tree:
         self.is_told = False  # Of changes, by hooks: a copy is not, and lists each time
         self._counts: dict[bool, int] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Tree:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Tree":
         return _Tree(deepcopy(self.root, memo), deepcopy(self.base, memo))
 
     def registered(self, module: nn.Module, *_: Any) -> None:
@@ -71,7 +69,7 @@ class _Tree:
         if id(module) in self._known:
             self._adapters = -1
 
-    def look(self) -> _Tree:
+    def look(self) -> "_Tree":
         adapters = len(getattr(self.root, "peft_config", ()))
         if self._adapters != adapters or not self.is_told:
             self._adapters, self._counts = adapters, {}
@@ -123,7 +121,7 @@ class EarlyLoss(Tensor):
     _made: int  # Its version
 
     @classmethod
-    def of(cls, tensor: Tensor, copies: list[Any] | None = None) -> EarlyLoss:
+    def of(cls, tensor: Tensor, copies: list[Any] | None = None) -> "EarlyLoss":
         """Return the same tensor as an `EarlyLoss`."""
         early = tensor.as_subclass(cls)
         early._copies, early._made = [] if copies is None else copies, tensor._version

@@ -9,8 +9,6 @@ steps, and are compared on held-out text:
     frozen    LoRA on attention alone, experts in nf4
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -1,5 +1,7 @@
 """Layers that FSDP2 gathers at fixed addresses: recorded, they train as one process does."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -31,8 +33,21 @@ def addresses(layer):
     return [parameter.data_ptr() for parameter in layer.parameters()]
 
 
+def change_frozen(model):
+    """Change weights in place that no optimizer does, one as a checkpoint that is loaded."""
+    first, *others = layers_of(model)
+    first.state_dict()["input_layernorm.weight"].data.mul_(1.5)
+    with torch.no_grad():
+        for layer in others:
+            layer.input_layernorm.weight.mul_(1.5)
+
+
 def recorded_run(rank, world, level, once):
-    """Training on a level with graphs; how many calls are recorded; where the layers were."""
+    """Training on a level with graphs; how many calls are recorded; where the layers were.
+
+    Gradients of two micro-batches follow, and of two more after frozen weights were changed; and
+    how many parameters are gathered for a step before that, and how many there are.
+    """
     model, seen = sharded(small(), reshard_after_forward=not once), []
     for layer in layers_of(model):
         layer.register_forward_hook(lambda layer, *_: seen.append(addresses(layer)), prepend=True)
@@ -40,7 +55,20 @@ def recorded_run(rank, world, level, once):
         run = record(model, batches(), rank, world)
         count, places = made.recorded, seen[-LAYERS:]
         summed = accumulated(model, rank, world)
-    return run, count, places, summed
+        gathered = gathered_for_a_step(model)
+        change_frozen(model)
+        changed = accumulated(model, rank, world)
+    return run, count, places, summed, gathered, changed
+
+
+def gathered_for_a_step(model):
+    """How many of the layers' parameters FSDP2 gathers for a forward and a backward; all."""
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers_of(model)]
+    kind, ids = type(groups[0].fsdp_params[0]), token_ids(small())
+    with patch.object(kind, "init_unsharded_param", autospec=True) as gathers:
+        model(input_ids=ids, labels=ids).loss.backward()
+    of_layers = {id(param) for group in groups for param in group.fsdp_params}
+    return sum(id(call.args[0]) in of_layers for call in gathers.call_args_list), len(of_layers)
 
 
 def accumulated(model, rank=0, world=1):
@@ -81,8 +109,8 @@ def several_at_once(rank):
 
 
 def run(rank, world):
-    with pytest.MonkeyPatch.context() as patch:
-        emulate(patch)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        emulate(monkeypatch)
         runs = {
             (level, once): recorded_run(rank, world, level, once)
             for level in (levels.KEEP, levels.RECOMPUTE)
@@ -100,12 +128,18 @@ def ranks():
 @pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
 def test_recorded_shares_train_as_one_process_does(ranks, level, once):
     model = small()
-    want, sums = record(model, batches(), 0, 1), accumulated(model)
+    want, sums = record(model, batches(), 0, 1), accumulated(model)[0]
+    change_frozen(model)
+    after = accumulated(model)[0]
+    weights = [weight for layer in layers_of(model) for weight in layer.parameters()]
+    trained = sum(weight.requires_grad for weight in weights)
     for runs, _ in ranks:
-        run, count, places, (gradients, held) = runs[level, once]
+        run, count, places, (gradients, held), gathered, changed = runs[level, once]
+        assert gathered[0] == (trained if once else 2 * gathered[1])
+        assert_same_training((run[0], changed[0]), (run[0], after), 1e-4)
         assert_same_training(run, want, 1e-4)
         assert count == LAYERS
-        assert_same_training((run[0], gradients), (run[0], sums[0]), 1e-4)
+        assert_same_training((run[0], gradients), (run[0], sums), 1e-4)
         assert held == once
         # Where one is gathered at a time, all are at the same addresses.
         assert len({tuple(each) for each in places}) == (LAYERS if once else 1)

@@ -1,7 +1,5 @@
 """Tiny models for `fit_memory`, and a count of the tensors that are alive in their steps."""
 
-from __future__ import annotations
-
 import copy
 import re
 import weakref

@@ -1,7 +1,5 @@
 """Checkpoint folders of tensors of random bits, and how two merges are compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A whole layer of packed experts on the kernels, in fp32, beside plain products."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

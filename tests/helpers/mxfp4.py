@@ -1,7 +1,5 @@
 """Random MXFP4 weights, and a decode of them that shares nothing with the package."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

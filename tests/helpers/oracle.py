@@ -1,7 +1,5 @@
 """What adapters on a packed model compute: the plain model in fp32 with W + sum of s B A for W."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

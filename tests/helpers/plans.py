@@ -1,7 +1,5 @@
 """Plans of any settings of a step, with or without a search."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

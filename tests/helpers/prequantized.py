@@ -6,8 +6,6 @@ A tiny model is quantized here, in plain fp32 arithmetic that shares nothing wit
 plain value is taken from codes and scales before these are packed, and rounded once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 Neither results nor checks change. This stands on internals of Triton 3.5 and 3.6.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

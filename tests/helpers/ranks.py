@@ -1,7 +1,5 @@
 """What tests on several ranks have in common."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

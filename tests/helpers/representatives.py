@@ -6,8 +6,6 @@ of roles: here is a type of each value of each trait that the registry knows (a 
 new line), and of each kind of attention and routing beside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

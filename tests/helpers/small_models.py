@@ -1,7 +1,5 @@
 """LoRA for small models, and how what they compute is compared."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sorted rows in tiles of any size, as kernels read them of a `Routing`."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

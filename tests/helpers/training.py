@@ -1,7 +1,5 @@
 """Packed models with adapters, training of them on one or several ranks, and how runs compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any

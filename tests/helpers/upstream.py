@@ -1,7 +1,5 @@
 """Faults of other packages' versions: a test that meets one is skipped there, and says why."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import transformers

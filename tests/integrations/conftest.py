@@ -1,7 +1,5 @@
 """A tiny chat model on disk, and what every run of a trainer on this CPU needs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

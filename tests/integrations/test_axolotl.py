@@ -3,8 +3,6 @@
 Runs where axolotl is installed; `bash tools/test_axolotl` makes such an environment.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The class that loaders are built on, its YAML block, and axolotl's plugin on it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import logging

@@ -4,8 +4,6 @@ Liger's kernels need CUDA. Here its function for MLPs is plain torch, the one fo
 be called, and norms, rotary embedding and loss stay what they are.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

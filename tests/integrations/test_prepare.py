@@ -3,8 +3,6 @@
 Without a GPU, tests take the model for one on CUDA; graphs then record nothing, and run no kernel.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from unittest.mock import MagicMock, Mock

@@ -1,7 +1,5 @@
 """The recipes of tools/recipes, scripts and notebooks, as they are, on tiny models and the CPU."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """RoutingCallback: numbers and pictures of a training run, against a slow count."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """transformers.Trainer on the CPU over packed experts: training, evaluation, checkpoints, files."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """TRL's trainers on the CPU over packed experts: given a folder, a packed model, a PeftModel."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

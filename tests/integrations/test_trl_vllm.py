@@ -1,7 +1,5 @@
 """TRL's trainers with vLLM as the sampler, which a server of this process stands for."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

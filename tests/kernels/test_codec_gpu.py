@@ -1,7 +1,5 @@
 """On a CUDA device: packing equals bitsandbytes bit for bit, and packed models move."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import bitsandbytes.functional as bnb

@@ -1,7 +1,5 @@
 """On a CUDA device: the own grouped matmul, and layers as on a card without torch's."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 

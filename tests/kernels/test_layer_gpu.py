@@ -1,7 +1,5 @@
 """On a CUDA device: the whole-layer kernels and grouped products, to a module's gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """On a CUDA device: experts that keep MXFP4 codes, from decoding to a module's gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """On a CUDA device: products on codes, each configuration and the kernel for Hopper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """LoRA on packed experts of ten architectures: numerics of plain weights, files of stock PEFT."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

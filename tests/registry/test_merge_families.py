@@ -1,7 +1,5 @@
 """Merging on disk equals merging in memory, for every kind of layout that a checkpoint may have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Registry files against transformers, the detector against these and other types, known names."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

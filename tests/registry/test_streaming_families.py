@@ -1,7 +1,5 @@
 """Loading while packing, in every family; saving, reloading, and packing from disk: all equal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line, and Triton's interpreter."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 

@@ -3,8 +3,6 @@
 Base weights are decoded once; every adapter is on all experts.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The documents: files, names and options that they name exist, and their Python runs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Folders that earlier versions wrote load, resume, merge and export as they did then."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import warnings

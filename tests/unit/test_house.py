@@ -1,7 +1,5 @@
 """The house: which room may import which, and what no room may do."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

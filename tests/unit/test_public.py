@@ -1,7 +1,5 @@
 """The public names: there, sorted, documented, and cheap to import."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

@@ -1,7 +1,5 @@
 """Packing a built model: what it does, refuses and leaves, and what the model says then."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

@@ -1,7 +1,5 @@
 """What a checkpoint of an unknown author can do: nothing but be refused in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

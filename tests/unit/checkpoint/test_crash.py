@@ -1,7 +1,5 @@
 """A save that is killed leaves the old model or the new one, and the next one is as if never."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

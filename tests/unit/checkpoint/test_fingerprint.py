@@ -1,7 +1,5 @@
 """An adapter's base, told from other models of the same names and shapes; an adapter's fields."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 """Files of a folder against safetensors' own reading and writing; tricks with paths; folders that
 appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Manifests of packed folders: what they say, and what they are refused for."""
 
-from __future__ import annotations
-
 import json
 from functools import reduce
 from pathlib import Path

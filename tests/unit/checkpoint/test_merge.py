@@ -1,8 +1,6 @@
 """Merging an adapter on disk: what is refused, what stays, what it costs; merged folders that load:
 added tokens, heads trained in full, text models of images ones."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ Values are compared with the formats' definitions, and with compressed-tensors, 
 tensors, where it is installed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Packing a checkpoint from disk to disk; stored weights that are refused on every way in."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`save_pretrained` of packed models, and their reload: bit-equal, whole, clear where refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

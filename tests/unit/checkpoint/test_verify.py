@@ -1,7 +1,5 @@
 """`moe-qlora verify`: what it calls damaged, and whether its errors are those of the weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each case is a module and the exact set of parameters that a QLoRA user wants pa
 chosen to mislead. No module has a forward: detection runs none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

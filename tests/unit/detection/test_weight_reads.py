@@ -1,7 +1,5 @@
 """Linear layers whose weight the module around them reads."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

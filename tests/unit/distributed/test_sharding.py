@@ -3,8 +3,6 @@
 FSDP2 of a torch before 2.13: its two faults are put back here.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Which forward a model runs: what packing changes on its configurations, and what it leaves."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

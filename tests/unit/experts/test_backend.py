@@ -1,7 +1,5 @@
 """What the choice of a backend says to the user."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Casts that trainers do, over packed experts: codes and statistics stay, or the model says so."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

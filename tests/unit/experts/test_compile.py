@@ -3,8 +3,6 @@
 Dynamo alone traces them: graphs, breaks and recompilations are its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

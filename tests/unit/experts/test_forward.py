@@ -1,7 +1,5 @@
 """The experts forward against plain products of decoded weights: outputs, every gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A whole module through a GPU's kernels, in Triton's interpreter: eager, compiled, refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """gpt-oss folders whose experts keep their MXFP4 codes: load, save, reload, merge, train."""
 
-from __future__ import annotations
-
 import copy
 import json
 from functools import partial

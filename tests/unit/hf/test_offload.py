@@ -1,7 +1,5 @@
 """`enabled(offload=True)`: experts are loaded into host memory, and are those of any other load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loading of folders that their makers quantized, under a bitsandbytes config of the caller's."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

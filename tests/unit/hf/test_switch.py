@@ -1,7 +1,5 @@
 """The switch, and loading while packing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

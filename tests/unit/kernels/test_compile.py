@@ -11,8 +11,6 @@ take minutes.) Every run has those on the most rows, for the smallest card; `.ci
 and each Triton's matmuls for Hopper, by `tools/test_triton`; the rest is nightly.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The Triton kernels in its interpreter, in fp32, beside plain products: paths and gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Top-k assignments sorted by expert, in Triton's interpreter, against a sort by torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings

@@ -1,7 +1,5 @@
 """LoRA on packed experts: what it adds to any forward, its ranks, its dropout."""
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

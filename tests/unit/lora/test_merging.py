@@ -1,7 +1,5 @@
 """Merging adapters into a packed model whose Linear layers bitsandbytes has packed as well."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters as users handle them: files, several at once, and calls of stock PEFT itself."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

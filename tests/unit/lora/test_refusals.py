@@ -1,7 +1,5 @@
 """What LoRA on packed experts refuses, and what it says of calls that train something else."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import shutil

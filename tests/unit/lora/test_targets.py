@@ -1,7 +1,5 @@
 """What PEFT is told about packed experts, against what stock PEFT then does with it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Packing equals bitsandbytes bit for bit, and decoding equals a table look-up in plain torch."""
 
-from __future__ import annotations
-
 import math
 from contextlib import AbstractContextManager
 from unittest import mock

@@ -1,7 +1,5 @@
 """Statistics of packed weights that decoding could not rely on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """How packed stacks behave as part of a module: reads, moves, copies, state dicts, undoing."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """A codec from outside the package: two bits a weight, registered by one call, in every use."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 from typing import Any

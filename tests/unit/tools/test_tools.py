@@ -1,7 +1,5 @@
 """The benchmarks and the demo run, small; tables of pages say what data and `plan` say."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """What `fit_memory` measures of a model on a level serves all of its calls, and equal models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`fit_memory` on a CPU: what layers keep, where experts lie, what that takes, how it is undone."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """Flat rows: losses and gradients of any batch are those of its sequences, each run alone."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Decoder layers as CUDA graphs: the same losses and gradients as without them."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

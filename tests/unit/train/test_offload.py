@@ -3,8 +3,6 @@
 All runs are on a device whose copies come as late as they may (tests/helpers/delayed.py).
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Iterator

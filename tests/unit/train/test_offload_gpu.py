@@ -1,7 +1,5 @@
 """Experts in host memory on CUDA: copies beside kernels change nothing, however slow either is."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over segments by the kernels of the card, against plain attention in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
