@@ -56,7 +56,7 @@ def fit_memory(
     `layer.compile()`, before the training loop. Gradients are those of the same kernels.
 
     Under FSDP2, what memory is left holds gathered layers: these are not gathered again for their
-    backward.
+    backward, and only what is trained for the next step.
 
     Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
     first layers to the device, where that saves more time than activations in their place. If
