@@ -1,7 +1,5 @@
 """Represent a model as a tree of modules and tensors, without reading any weight."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ class Leaf:
     """One parameter as the model's code sees it, packed weights with their decoded shape."""
 
     name: str
-    node: Node
+    node: "Node"
     attribute: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,26 +49,26 @@ class Node:
 
     name: str
     module: nn.Module
-    parent: Node | None
+    parent: "Node | None"
     depth: int
-    children: list[Node] = field(default_factory=list)
+    children: "list[Node]" = field(default_factory=list)
     leaves: list[Leaf] = field(default_factory=list)
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> "Iterator[Node]":
         yield self
         for child in self.children:
             yield from child.subtree()
 
-    def ancestors(self) -> Iterator[Node]:
+    def ancestors(self) -> "Iterator[Node]":
         node: Node | None = self
         while node is not None:
             yield node
             node = node.parent
 
-    def contains(self, other: Node) -> bool:
+    def contains(self, other: "Node") -> bool:
         return any(node is self for node in other.ancestors())
 
-    def common_ancestor(self, other: Node) -> Node:
+    def common_ancestor(self, other: "Node") -> "Node":
         return next(node for node in self.ancestors() if node.contains(other))
 
 

@@ -133,3 +133,15 @@ def is_gathered_twice(layer: nn.Module) -> bool:
     """Whether FSDP2 gathers a layer for its forward, and from all ranks again for its backward."""
     group = _group_of(layer)
     return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
+
+
+def keep_root(model: nn.Module, kept: bool = True) -> None:
+    """Let the root's own weights, which a step's peak holds anyway, stay if none is trained."""
+    group = _group_of(model)
+    if group is None or any(param.sharded_param.requires_grad for param in group.fsdp_params):
+        return
+    if kept:
+        group.reshard = lambda: None
+    else:
+        vars(group).pop("reshard", None)
+        group.reshard()

@@ -12,8 +12,6 @@ in 30 rounds to the neighbour of its dequantized value. On Hopper and for many r
 `quantized_mm_hopper.py` and `quantized_mm_rs.py` are exact, and faster.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -267,7 +265,7 @@ class Arguments(NamedTuple):
     def from_matmul(
         x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
         span: tuple[int, int], products: Tensor | None,
-    ) -> Arguments:  # fmt: skip
+    ) -> "Arguments":  # fmt: skip
         """Return those of a product; absmax is the one of `prepare`."""
         spec, factor = matmul.packed.spec, matmul.factor
         strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1

@@ -1,7 +1,5 @@
 """The packed weight: codes and statistics as plain tensors, and the key that kernels depend on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -118,7 +116,7 @@ class PackedWeight:
     origin: Origin | None = field(default=None, repr=False)
     # Reads the weight anew where its tensors are freed after the forward: under ZeRO-3, which
     # gathers them into other memory for backward, and where it lies in host memory
-    refetch: Callable[[], PackedWeight] | None = field(default=None, repr=False)
+    refetch: "Callable[[], PackedWeight] | None" = field(default=None, repr=False)
     # Reserves the tensors, where they are a copy of what lies in host memory, for as long as this
     # object, or another one with the same tensors, is referenced
     lease: object | None = field(default=None, repr=False)
@@ -177,13 +175,13 @@ class PackedWeight:
         device = META if self.codes.is_meta else self.codes.get_device()
         return WeightSpec(self.stored_shape, self.kind, self.blocksize, nested, device)
 
-    def as_stored(self) -> PackedWeight:
+    def as_stored(self) -> "PackedWeight":
         """Return the weight whose decoded shape is this one's stored shape."""
         if not self.stored_transposed:
             return self
         return replace(self, shape=self.stored_shape, stored_transposed=False)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> PackedWeight:
+    def map(self, change: Callable[[Tensor], Tensor]) -> "PackedWeight":
         """Return this weight with every tensor changed, attached to no module."""
         nested = self.nested
         if nested is not None:
@@ -193,11 +191,11 @@ class PackedWeight:
         codes, absmax = change(self.codes), change(self.absmax)
         return replace(self, codes=codes, absmax=absmax, table=table, nested=nested, owner=None)
 
-    def to(self, device: torch.device | str | int) -> PackedWeight:
+    def to(self, device: torch.device | str | int) -> "PackedWeight":
         """Return this weight on another device, attached to no module."""
         return self.map(lambda tensor: tensor.to(device))
 
-    def aligned(self) -> PackedWeight:
+    def aligned(self) -> "PackedWeight":
         """Return this weight, or a copy whose tensors all start at multiples of 16 bytes."""
         at_16 = all(part.data_ptr() % 16 == 0 for part in (self.codes, *self.statistics))
         return self if at_16 else self.map(Tensor.clone)

@@ -8,8 +8,6 @@ same leaf names lose their LoRA; the rewrite tests `target.endswith(".down_proj"
 of an `ExactName`.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import warnings
@@ -307,7 +305,7 @@ def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
     return _merge(sorted(existing) if isinstance(existing, (set, frozenset)) else existing)
 
 
-def extend(setting: str, existing: str | Names | None, names: Collection[str]) -> list[str] | str:
+def extend(setting: str, existing: "str | Names | None", names: Collection[str]) -> list[str] | str:
     """Return the value of a setting with names added: one regex for a string, else a new list."""
     if not isinstance(existing, str):
         return _merge(as_names(setting, existing), names)
@@ -513,7 +511,7 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
     return _merge(full, others)
 
 
-def exclude_modules(model: nn.Module, existing: str | Names | None = None) -> Any:
+def exclude_modules(model: nn.Module, existing: "str | Names | None" = None) -> Any:
     """Return an `exclude_modules` that keeps module targets off packed experts.
 
     It adds the path of each packed experts module and of every module inside it, in full, so that
@@ -526,7 +524,7 @@ def exclude_modules(model: nn.Module, existing: str | Names | None = None) -> An
 
 def target_parameters(
     model: nn.Module,
-    existing: str | Names | None = None,
+    existing: "str | Names | None" = None,
     *,
     roles: Collection[str] | None = None,
     unpacked_ok: bool = False,

@@ -362,6 +362,8 @@ class Fit(ExitStack):
         self.peak += sum(sizes[others:])
         self._needs += int(sum(sizes[others:]) * (1 + self._gaps))
         self.callback(world().gather_once, self._gathered, False)
+        world().keep_root(self._model)
+        self.callback(world().keep_root, self._model, False)
 
     def _check_first_steps(self) -> None:
         """Compare the planned peak with that of the first steps, before each forward."""

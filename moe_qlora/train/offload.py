@@ -18,8 +18,6 @@ not share: a CUDA graph that was recorded within a lease is replayed within anot
     copy stream                                                           | wait for mark | copy |
 """
 
-from __future__ import annotations
-
 import mmap
 import sys
 import threading
@@ -49,7 +47,7 @@ class HostMemory(mmap.mmap):
 
     locked_at = 0  # The address that CUDA has page-locked
 
-    def __new__(cls, nbytes: int) -> HostMemory:
+    def __new__(cls, nbytes: int) -> "HostMemory":
         flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
         return super().__new__(cls, -1, nbytes, **flags)
 
@@ -87,7 +85,7 @@ class HostMemory(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
-def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
+def offload_experts(model: nn.Module, *, layers: int | None = None) -> "Offload":
     """Move packed experts to host memory, from where they are copied to the device ahead of use.
 
     On the device are two slots, each as large as one layer's packed experts. While a layer runs,
@@ -188,7 +186,7 @@ class Offload(AbstractContextManager["Offload"]):
         self._own(None)
         self._groups = {}
 
-    def _own(self, offload: Offload | None) -> None:
+    def _own(self, offload: "Offload | None") -> None:
         for lists in self._groups.values():
             for each in lists:
                 each.offload = offload
@@ -221,7 +219,7 @@ class Offload(AbstractContextManager["Offload"]):
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def fetch(self, block: _Layer, training: bool) -> tuple[DeviceSlot, Lease | None]:
+    def fetch(self, block: "_Layer", training: bool) -> "tuple[DeviceSlot, Lease | None]":
         """Return the slot with a layer's experts, and what reserves it; then copy the next layer's.
 
         What the caller's stream is given from now on waits for the copy. In the recording of a
@@ -278,18 +276,18 @@ class Offload(AbstractContextManager["Offload"]):
         for block in self._blocks:
             block.store.lock(device)
 
-    def _new(self, nbytes: int) -> DeviceSlot:
+    def _new(self, nbytes: int) -> "DeviceSlot":
         with torch.inference_mode(False):  # Else nothing outside could be copied to it
             return DeviceSlot(self._copier.empty(nbytes), self._copier.here())
 
-    def _copy(self, block: _Layer, slot: DeviceSlot) -> None:
+    def _copy(self, block: "_Layer", slot: "DeviceSlot") -> None:
         slot.block = None  # While it is not known whether the copy is under way
         to = slot.memory[: block.memory.nbytes]
         slot.ready = self._copier.copy(to, block.memory, slot.marks.values())
         slot.marks, slot.block = {}, block
         self.copies += 1
 
-    def forget(self, *blocks: _Layer) -> None:
+    def forget(self, *blocks: "_Layer") -> None:
         """Forget copies of layers, and wait until host memory is not read any more."""
         for slot in self._slots:
             if slot.block in blocks:
@@ -400,7 +398,7 @@ class _Hosted:
                 held = held_tensors(self.lists[0])
                 self._hold([each.detach().to(device, copy=True) for each in held], None)
 
-    def _hold(self, tensors: Sequence[Tensor], host: _Hosted | None) -> None:
+    def _hold(self, tensors: Sequence[Tensor], host: "_Hosted | None") -> None:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self.lists[0]), tensors, strict=True):
                 old.data = new
@@ -442,7 +440,7 @@ class Lease:
 class _AtOnce:
     """A CPU as a stream and as its events: work is complete when it is submitted."""
 
-    def record_event(self) -> _AtOnce:
+    def record_event(self) -> "_AtOnce":
         return self
 
     def wait_event(self, *_: Any) -> None: ...
