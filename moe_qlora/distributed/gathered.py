@@ -1,9 +1,8 @@
 """Lets FSDP2 gather a decoder layer at the same addresses each time, which CUDA graphs need.
 
 FSDP2 allocates what it gathers in each forward and backward, and frees it after. It gathers one
-layer at a time, so layers of the same sizes share memory here that stays allocated. A layer that
-stays gathered until its backward has memory of its own. It stays so until gradients are reduced,
-and what no optimizer changes, most of a packed layer, is not gathered there again.
+layer at a time, so layers of the same sizes share memory here that stays allocated. One kept until
+its backward has its own, stays until gradients are reduced, and gathers frozen weights once.
 """
 
 from collections.abc import Callable, Hashable
