@@ -140,7 +140,7 @@ def keep_root(model: nn.Module, kept: bool = True) -> None:
     if group is None or any(param.sharded_param.requires_grad for param in group.fsdp_params):
         return
     if kept:
-        group.reshard = lambda: None
+        group.reshard = lambda: group._training_state.name == "IDLE" and type(group).reshard(group)
     else:
         vars(group).pop("reshard", None)
         group.reshard()

@@ -56,9 +56,13 @@ def run(rank, world, memories, least):
     with fitted(model, ENOUGH) as fit:
         found["gathered once, losses"] = train(model, batches(), rank, world)
         found["gathered once"] = len(fit._gathered), fit.peak
+        head = model.get_base_model().lm_head
+        found["root after a step"] = are_shares(head)
+        model.reshard()
+        found["root after a caller's reshard"] = are_shares(head)
         model.eval()(batches()[0])
         layers = model.get_base_model().model.layers
-        found["shares after it"] = are_shares(layers), are_shares(model.get_base_model().lm_head)
+        found["shares after it"] = are_shares(layers)
     found["shares at the end"] = are_shares(model)
     size, model = sum(w.nbytes for w in layers[0].parameters()), sharded(adapted())
     room = gathered(model, ENOUGH, rank, 2)[1]
@@ -90,7 +94,8 @@ def test_all_ranks_decide_alike_and_train_as_one(ranks):
             assert one[f"{way}, losses"] == pytest.approx(expected, rel=1e-5)
         assert one["gathered once"] == (len(one["after FSDP2"]), ranks[0]["gathered once"][1])
         assert one["gathered once, losses"] == pytest.approx(expected, rel=1e-5)
-        assert one["shares after it"] == (True, False) and one["shares at the end"]
+        assert one["shares after it"] and one["shares at the end"]
+        assert not one["root after a step"] and one["root after a caller's reshard"]
         assert one["a user's own"] == 0
         assert one["by memory"] == [0, 1]
         assert one["offloaded"] == ["host"] * 3 and one["hosted after it"] == 3

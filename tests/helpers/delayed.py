@@ -6,8 +6,6 @@ once: that a copy waits for them is checked by the times of marks, of waits and,
 `Reads`, of each operation that reads a slot.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -53,10 +51,10 @@ class Delayed:
         """The computing stream is the device itself."""
         return self
 
-    def record_event(self) -> Event:
+    def record_event(self) -> "Event":
         return Event(self)
 
-    def copy(self, to: Tensor, source: Tensor, after: Iterable[Event]) -> Event:
+    def copy(self, to: Tensor, source: Tensor, after: "Iterable[Event]") -> "Event":
         slot = to.untyped_storage().data_ptr()
         with self.lock:
             event = Event(self)
@@ -68,7 +66,7 @@ class Delayed:
             self.targets[event.time] = slot
         return event
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: "Event") -> None:
         self.missed += event.time == self.time  # It was ordered for this wait, and not ahead
         event.synchronize()
         self.read[self.targets[event.time]] = self.tick()

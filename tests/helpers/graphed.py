@@ -4,8 +4,6 @@ There a replay runs the recorded Python code again: it reads and writes the same
 does, and sees nothing else of a call.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -87,7 +85,7 @@ those of float32, and up to 1.5 % from each other on a CPU."""
 
 
 class _Graph:
-    current: _Graph | None = None  # The one that is recorded or replayed
+    current: "_Graph | None" = None  # The one that is recorded or replayed
 
     work: Any = None
 

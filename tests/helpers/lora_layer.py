@@ -1,7 +1,5 @@
 """An experts layer, packed, with LoRA on both projections: factors as leaves, all gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 
@@ -41,7 +39,7 @@ class Provider:
     def active_lora(self, name: str) -> tuple[LoraFactors, ...]:
         return self.all.get(name, ())
 
-    def to(self, device: str, dtype: torch.dtype) -> Provider:
+    def to(self, device: str, dtype: torch.dtype) -> "Provider":
         """A copy, with leaves of its own there."""
         twin = copy.copy(self)
 
