@@ -128,6 +128,11 @@ def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
     return FixedGather(group, buffer)
 
 
+def gathered_nbytes(module: nn.Module) -> int:
+    """Return the bytes that FSDP2 gathers for a module by itself, 0 if it does not."""
+    return sum(w.nbytes for w in module.parameters()) if isinstance(module, FSDPModule) else 0
+
+
 def is_gathered_twice(layer: nn.Module) -> bool:
     """Whether FSDP2 gathers a layer for its forward, and from all ranks again for its backward."""
     group = _group_of(layer)

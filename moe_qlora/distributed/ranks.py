@@ -24,7 +24,7 @@ from .gather import (  # noqa: F401
     state_dict_to_save,
     whole_tensors,
 )
-from .gathered import fix_gather, is_gathered_twice, keep_root  # noqa: F401
+from .gathered import fix_gather, gathered_nbytes, is_gathered_twice, keep_root  # noqa: F401
 from .load_sharded import RankLoad  # noqa: F401
 from .sharding import shards_integers  # noqa: F401
 

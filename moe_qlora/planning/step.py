@@ -13,9 +13,9 @@ up afterwards. Of blocks that differ in nothing but their place only the first a
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -152,9 +152,10 @@ def record_step(
         What each block does, in running order.
     """
     blocks = step.modules
-    trained = {block.name: step.itemsize * sum(block.trained) for block in step.blocks}
     anchor = torch.zeros((), device=device, requires_grad=True)  # For blocks that do not run
     read: dict[str, dict[str, int]] = {}  # Block -> live bytes at its start and end, its peaks
+    empty = dict.fromkeys(("start", "gathered", "forward", "backward", "end"), 0)
+    whole = dict(zip(blocks, map(world().gathered_nbytes, blocks.values()), strict=True))
     with_gradients: set[str] = set()
     twice: set[str] = set()
     in_backward: dict[str, int] | None = None
@@ -181,14 +182,19 @@ def record_step(
                 read.clear()
         if name not in read:
             end_section()
-            read[name] = {"start": tracker.live, "forward": before, "backward": 0, "end": 0}
+            read[name] = empty | {"start": tracker.live, "forward": before}
             with_gradients.update({name} if grads else ())
+
+    def follow_gather(name: str, module: nn.Module, args: Any) -> None:
+        if whole[name] and name == next(reversed(read)):
+            # The buffer that it came from is counted as the first layer's, and lives on
+            peak, start = tracker.mark(), tracker.live - whole[name]
+            read[name] |= {"start": start, "gathered": max(peak - start, whole[name])}
 
     def enter_backward(name: str) -> None:
         nonlocal in_backward
         end_section()
-        empty = {"start": 0, "forward": 0, "backward": 0, "end": 0}
-        in_backward = read.setdefault(name, empty)
+        in_backward = read.setdefault(name, {**empty})
 
     def leave(name: str, module: nn.Module, args: Any, out: Any) -> None:
         found = next((t for t in tensors_of(out) if t.requires_grad), None)
@@ -198,9 +204,11 @@ def record_step(
     with ExitStack() as hooks:
         hooks.enter_context(_passthroughs(blocks, step.groups, anchor))
         for name, module in blocks.items():
-            # Before FSDP2 gathers: what it gathers is freed after the forward, and was not kept
+            # Before FSDP2 gathers, and after: what it gathers is not kept, nor worked with
             entering = module.register_forward_pre_hook(partial(enter, name), prepend=True)
             hooks.enter_context(entering)
+            gathered = module.register_forward_pre_hook(partial(follow_gather, name))
+            hooks.enter_context(gathered)
             hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         value = loss()
         if once and twice and twice == with_gradients & read.keys():
@@ -215,17 +223,27 @@ def record_step(
         end_section()
     # What the model makes before its first block, such as a cache, counts there.
     next(iter(read.values()))["start"] = start
+    return tuple(_activities(step, read, whole))
+
+
+def _activities(
+    step: StepModel, read: dict[str, dict[str, int]], whole: Mapping[str, int]
+) -> Iterator[Activity]:
+    """Yield what blocks do by what was read of them, in running order."""
+    trained = {block.name: step.itemsize * sum(block.trained) for block in step.blocks}
     stands_for = {name: group[-1] for group in step.groups for name in group[1:-1]}
     found: dict[str, Activity] = {}
-    later = 0
+    later, end = 0, read[next(reversed(read))]["end"]
     for name, block in reversed(read.items()):
+        # Less than none is saved where what the blocks before it share is freed, such as masks.
+        start, saved, end = block["start"], end - block["start"], block["start"]
         if name not in stands_for:
-            # Less than none is saved where what the blocks before it share is freed, such as masks.
-            forward, backward = block["forward"], block["backward"] - later
-            peaks = (max(size - block["start"], 0) for size in (forward, backward))
-            found[name] = Activity(name, block["end"] - block["start"], *peaks)
+            peaks = block["forward"], block["backward"] - later
+            forward, backward = (max(peak - start - whole[name], 0) for peak in peaks)
+            found[name] = Activity(name, saved, forward, backward, block["gathered"])
             later += trained.get(name, 0)
-    return tuple(replace(found[stands_for.get(name, name)], name=name) for name in read)
+    for name in read:
+        yield replace(found[stands_for.get(name, name)], name=name)
 
 
 def _backward(step: StepModel, loss: Tensor, anchor: Tensor) -> None:
@@ -400,12 +418,7 @@ def measure_step(
         return run(ids)
     # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
     most = zip(run(ids), run(torch.zeros_like(ids)), strict=True)
-    return tuple(
-        Activity(
-            a.name, max(a.saved, b.saved), max(a.forward, b.forward), max(a.backward, b.backward)
-        )
-        for a, b in most
-    )
+    return tuple(Activity(a.name, *map(max, astuple(a)[1:], astuple(b)[1:])) for a, b in most)
 
 
 @contextmanager

@@ -133,6 +133,7 @@ class Fit(ExitStack):
     ) -> None:
         super().__init__()
         self.memory, self.peak, self.gain = 0, 0, 1.0
+        self.graphs_fit = True  # False: a step fits without graphs alone, which it removed
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each
@@ -205,7 +206,12 @@ class Fit(ExitStack):
         (self._resident,) = self._agreed(lambda: [_resident(step, device, freed)])
         self._choices = choices
         # Where all can be kept, no part need be measured, which torch.compile takes long for.
-        choice = choices.best(self._measure, lambda each: self._tensors(each) - limit)
+        lacks = lambda each: self._tensors(each) - limit  # noqa: E731
+        choice = choices.best(self._measure, lacks)
+        if choice is None and self._is_recorded:
+            self.graphs_fit = False
+            next(runner for runner in self._runners.values() if runner.graphs).graphs.remove()
+            choice = choices.best(self._measure, lacks)
         if choice is None:
             raise self._too_small()
         self._set(choice)
@@ -257,10 +263,10 @@ class Fit(ExitStack):
 
             def measure() -> list[int]:
                 done.append(self._measured(level))
-                return [size for a in done[0] for size in (a.saved, a.forward, a.backward)]
+                return [n for a in done[0] for n in (a.saved, a.forward, a.backward, a.gathered)]
 
             most = iter(self._agreed(measure))
-            sizes = zip(most, most, most, strict=True)
+            sizes = zip(most, most, most, most, strict=True)
             named = zip(done[0], sizes, strict=True)
             self._activities[level] = tuple(Activity(a.name, *each) for a, each in named)
         return self._activities[level]
@@ -300,12 +306,15 @@ class Fit(ExitStack):
         if self._is_recorded and self._device.type == "cuda":
             # Layers have a memory pool of their own. What they keep and work with is not shared
             # with what the loss works with, nor with gradients, which come as activations go, and
-            # with one layer that runs to be recorded.
-            once = sum(parameter.nbytes for parameter in self._step.trained)
-            once += self._work(activities, of_layers=True)
+            # with one layer that runs to be recorded. FSDP2 gathers into memory that stays, and
+            # into a buffer before.
+            gathers = {world().gathered_nbytes(each.layer) for each in self._runners.values()}
+            work = self._work(activities, of_layers=True)
+            once = planned.parts["adapters"] + work + max(gathers)
             once = max(once, self._work(activities, of_layers=False))
-            always = self._resident + sum(planned.parts[name] for name in FIXED)
-            peak = max(peak, always + self._pool(activities) + _OF_GRAPHS + once)
+            always = self._resident + sum(planned.parts[name] for name in FIXED) + sum(gathers)
+            kept = sum(a.saved for a in activities) + work
+            peak = max(peak, always + kept + _OF_GRAPHS + once)
         return peak
 
     def _budget(self, activities: tuple[Activity, ...]) -> Peak:
@@ -319,7 +328,8 @@ class Fit(ExitStack):
 
     def _pool(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that layers keep and work with."""
-        return sum(a.saved for a in activities) + self._work(activities, of_layers=True)
+        kept = sum(a.saved for a in activities if a.name in self._runners)
+        return kept + self._work(activities, of_layers=True)
 
     def _work(self, activities: tuple[Activity, ...], *, of_layers: bool) -> int:
         """Return the most bytes that one block works with, of decoder layers or of the others."""
@@ -349,10 +359,10 @@ class Fit(ExitStack):
     def _keep_gathered(self) -> None:
         """Choose layers that FSDP2 gathers once for forward and backward, from the last one."""
         layers = [r.layer for r in self._runners.values() if world().is_gathered_twice(r.layer)]
-        sizes = [sum(weight.nbytes for weight in layer.parameters()) for layer in layers]
-        room = self._room - 3 * max(sizes, default=0)  # One that is gathered, and two on their way
-        if self._was_whole:  # Half of it or more was freed since
-            room += sum(sizes) // 2
+        sizes = [*map(world().gathered_nbytes, layers)]
+        room = self._room
+        if self._was_whole:  # Half of it or more was freed since; one and two on their way were not
+            room += sum(sizes) // 2 - 3 * max(sizes, default=0)
 
         def missing() -> list[int]:
             return [sum(total > room for total in accumulate(reversed(sizes)))]

@@ -105,6 +105,9 @@ def prepare_training(
             with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
                 prepared.fit = fit_memory(model, **sizes)
             undo.callback(prepared.fit.remove)
+            if not prepared.fit.graphs_fit:
+                prepared.graphs = None
+                prepared._lines[-1] = "CUDA graphs: not used; a step with them does not fit."
             prepared._lines += [f"Memory: {prepared.fit}.", *([_YOURS] if on_cuda else [])]
         kept = [f"{type(rows.stack).__name__}: {rows.obstacle}" for rows in flat if rows.obstacle]
         if kept or not flat:

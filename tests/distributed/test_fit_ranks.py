@@ -66,7 +66,7 @@ def run(rank, world, memories, least):
     found["shares at the end"] = are_shares(model)
     size, model = sum(w.nbytes for w in layers[0].parameters()), sharded(adapted())
     room = gathered(model, ENOUGH, rank, 2)[1]
-    just = ENOUGH - room + 4 * size  # One layer beside three that are on their way
+    just = ENOUGH - room + size
     around = just - size // 2, just + size // 2  # Gloo frees a gather's buffer when it likes
     found["by memory"] = [gathered(model, memory, rank, 2)[0] for memory in around]
     model = sharded(adapted(), reshard_after_forward=False)

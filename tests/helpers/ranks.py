@@ -1,7 +1,8 @@
 """What tests on several ranks have in common."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ def sharded(model: Any, **options: Any) -> Any:
         for layer in stacks[0] if len(stacks) == 1 else ():
             fully_shard(layer, **options)
         return fully_shard(model, **options)
+
+
+@contextmanager
+def one_of_ranks(count: int) -> Iterator[None]:
+    """Let this process be the first of some ranks whose shares are all like its own.
+
+    What it gathers and allocates is what it would be with the others.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def said(call: Callable[..., Any], *args: Any, **named: Any) -> str:

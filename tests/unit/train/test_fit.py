@@ -14,13 +14,15 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import moe_qlora
+from moe_qlora.distributed import ranks
 from moe_qlora.errors import ConfigError
 from moe_qlora.integrations.host import loss_of
 from moe_qlora.planning import choice, levels
 from moe_qlora.planning.choice import LEVELS
 from moe_qlora.planning.devices import Pace
 from moe_qlora.testing import tiny_model
-from moe_qlora.train.layers import runner_of, used_arguments
+from moe_qlora.train.fit import Fit
+from moe_qlora.train.layers import LayerRunner, runner_of, used_arguments
 from tests.helpers import training
 from tests.helpers.fitting import (
     BATCH,
@@ -100,11 +102,15 @@ def test_losses_that_are_not_the_models():
             assert measured <= fit.peak <= min(memory, 1.03 * measured)
 
 
-def test_what_is_gathered_for_a_layer_is_not_what_it_keeps():
+def test_what_is_gathered_for_a_layer_is_not_what_it_keeps_or_works_with(monkeypatch):
     """As FSDP2 gathers: before a layer's forward, and freed after it."""
     model, nbytes = adapted(num_hidden_layers=4), 1 << 24
-    with fitted(model) as fit:
-        kept = [each.saved for each in fit._measure(levels.RECOMPUTE) if "layers" in each.name]
+
+    def measured() -> list[Any]:
+        with fitted(model) as fit:
+            return [each for each in fit._measure(levels.RECOMPUTE) if "layers" in each.name]
+
+    expected = [(a.saved, a.forward, nbytes) for a in measured()]
     del model.equal_models  # Whose measured step is used again
     gathered: dict[nn.Module, Tensor] = {}
 
@@ -114,13 +120,12 @@ def test_what_is_gathered_for_a_layer_is_not_what_it_keeps():
     def free(layer: nn.Module, *_: Any) -> None:
         del gathered[layer]
 
-    for layer in model.get_base_model().model.layers:
+    layers = [*model.get_base_model().model.layers]
+    for layer in layers:
         layer.register_forward_pre_hook(gather)
         layer.register_forward_hook(free)
-    with fitted(model) as fit:
-        measured = [each for each in fit._measure(levels.RECOMPUTE) if "layers" in each.name]
-        assert [each.saved for each in measured] == kept
-        assert min(each.forward for each in measured) > nbytes
+    monkeypatch.setattr(ranks, "gathered_nbytes", lambda module: nbytes * (module in layers))
+    assert [(a.saved, a.forward, a.gathered) for a in measured()] == expected
 
 
 def test_layers_that_text_does_not_reach_are_computed_again():
@@ -397,6 +402,20 @@ def test_recorded_layers_have_room_for_their_pool_and_for_gaps(monkeypatch):
         record(fit)
         assert fit._needed(activities) > (peak + (256 << 20)) * 1.04
         monkeypatch.undo()
+
+
+def test_graphs_go_where_a_step_fits_without_them_alone(monkeypatch):
+    model, own = adapted(), Fit._tensors
+    least = least_memory(model)
+    runners = [LayerRunner(layer) for layer in model.get_base_model().model.layers]
+    made = SimpleNamespace(remove=lambda: [setattr(each, "graphs", None) for each in runners])
+    for runner in runners:
+        runner.graphs = made
+    monkeypatch.setattr(Fit, "_tensors", lambda fit, a: own(fit, a) + 4 * least * fit._is_recorded)
+    for memory, fits in ((9 * least, True), (2 * least, False)):
+        with fitted(model, memory) as fit:
+            assert fit.graphs_fit is fit._is_recorded is fits
+            assert fit._needed(fit._activities[levels.RECOMPUTE]) <= memory
 
 
 def record(fit: Any) -> None:
