@@ -33,15 +33,7 @@ from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, world
 from .conversion import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .folder import absolute, check_new, discard, move_files, new_folder, staging
-from .manifest import (
-    CONFIG,
-    INT8_FORMAT,
-    OURS,
-    Manifest,
-    PackedEntry,
-    missing_names,
-    write_packed,
-)
+from .manifest import CONFIG, INT8_FORMAT, OURS, Manifest, PackedEntry, missing_names, write_packed
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .training_codec import from_config
 

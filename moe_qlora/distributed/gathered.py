@@ -123,9 +123,8 @@ def _group_of(layer: nn.Module) -> Any:
 def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
     """Fix the addresses of a layer that is gathered now; None if FSDP2 gathers it with others."""
     group = _group_of(layer)
-    if group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1:
-        return None
-    return FixedGather(group, buffer)
+    alone = group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1
+    return None if alone else FixedGather(group, buffer)
 
 
 def gathered_nbytes(module: nn.Module) -> int:

@@ -209,7 +209,7 @@ def shards_integers() -> Iterator[None]:
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
     module: Any = fsdp_param
-    if _takes_integers():
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13):
         yield
         return
     stock, build = module.nn, module.FSDPParam.__init__
@@ -234,10 +234,6 @@ def shards_integers() -> Iterator[None]:
         yield
     finally:
         module.nn, module.FSDPParam.__init__ = stock, build
-
-
-def _takes_integers() -> bool:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:

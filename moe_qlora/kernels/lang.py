@@ -47,16 +47,12 @@ def launcher(kernel: Any, grid: tuple[int, ...], like: Tensor) -> Callable[..., 
     """
     device = like.device
     if device.type == "meta" or not all(grid):
-        return _nothing
+        return lambda *args, **options: None
     # The default until Triton 3.10, with which the kernels were tested.
     launch = partial(kernel[grid], enable_fp_fusion=True)
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return partial(_on_device, device, launch)
     return launch
-
-
-def _nothing(*args: Any, **options: Any) -> None:
-    pass
 
 
 def _on_device(device: torch.device, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftType
@@ -41,7 +41,6 @@ from ..packing.parametrize import is_packed_linear, packed_names
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 
-Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
 Config = TypeVar("Config", bound=PeftConfig)
 
 FIELDS = ("exclude_modules", "target_modules", "target_parameters")
@@ -305,11 +304,11 @@ def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
     return _merge(sorted(existing) if isinstance(existing, (set, frozenset)) else existing)
 
 
-def extend(setting: str, existing: "str | Names | None", names: Collection[str]) -> list[str] | str:
+def extend(setting: str, existing: Collection[str] | None, new: Collection[str]) -> list[str] | str:
     """Return the value of a setting with names added: one regex for a string, else a new list."""
     if not isinstance(existing, str):
-        return _merge(as_names(setting, existing), names)
-    escaped = [re.escape(name) for name in names]
+        return _merge(as_names(setting, existing), new)
+    escaped = [re.escape(name) for name in new]
     if not existing or not escaped:
         return existing or "|".join(escaped)
     combined = "|".join([f"(?:{existing})", *escaped])  # `(?i)` is refused there, `(?i:...)` is not
@@ -511,7 +510,7 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
     return _merge(full, others)
 
 
-def exclude_modules(model: nn.Module, existing: "str | Names | None" = None) -> Any:
+def exclude_modules(model: nn.Module, existing: str | Collection[str] | None = None) -> Any:
     """Return an `exclude_modules` that keeps module targets off packed experts.
 
     It adds the path of each packed experts module and of every module inside it, in full, so that
@@ -524,7 +523,7 @@ def exclude_modules(model: nn.Module, existing: "str | Names | None" = None) -> 
 
 def target_parameters(
     model: nn.Module,
-    existing: "str | Names | None" = None,
+    existing: str | Collection[str] | None = None,
     *,
     roles: Collection[str] | None = None,
     unpacked_ok: bool = False,

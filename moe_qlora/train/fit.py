@@ -184,13 +184,10 @@ class Fit(ExitStack):
     def _choose(self, memory: int | str | None) -> None:
         (batch, seq), device, cuda = self._sizes, self._device, self._device.type == "cuda"
         pace = _pace(device) if self._offload is not None else Pace()
-
-        def limits() -> list[int]:
-            limit = _limit_of(memory, device)
-            self._gaps = _gaps() if cuda else 0.0
-            return [-int(pace.link), -int(pace.rate), -limit, -tensors_limit(limit, self._gaps)]
-
-        link, rate, self.memory, limit = (-most for most in self._agreed(limits))
+        own = -int(pace.link), -int(pace.rate), round(100 * _gaps()) if cuda else 0
+        *found, least = self._agreed(lambda: [*own, -_limit_of(memory, device)])
+        self.memory, self._gaps = -least, found[2] / 100
+        limit = tensors_limit(self.memory, self._gaps)
         self._step = step = StepModel(self._model)
         ran = {activity.name for activity in self._measure(RECOMPUTE)}
         active = {b.name: b.active * batch * seq for b in step.blocks if b.name in ran}
@@ -200,7 +197,7 @@ class Fit(ExitStack):
                 f"fit_memory: no decoder layer of {type(step.base).__name__} runs in a step of "
                 "text, which is what is measured."
             )
-        pace = Pace(float(link), float(rate))
+        pace = Pace(-float(found[0]), -float(found[1]))
         choices = Choices(active, seq, self._expert_layers, self._hosted, pace)
         freed = choices.freed(choices.most)
         (self._resident,) = self._agreed(lambda: [_resident(step, device, freed)])
@@ -337,8 +334,8 @@ class Fit(ExitStack):
         return max((max(a.forward, a.backward) - a.saved for a in some), default=0)
 
     def _set(self, choice: Choice) -> None:
-        peak = self._resident + self._budget(choice.activities).nbytes
-        peak -= self._choices.freed(choice.host)
+        planned = self._budget(choice.activities).nbytes
+        peak = self._resident + planned - self._choices.freed(choice.host)
         self._chosen = chosen = self._choices.fit(choice, peak, peak, self.memory)
         self.layers, self.peak, self.gain = chosen.layers, chosen.peak, chosen.gain
         self._needs = self._needed(choice.activities, choice.host)
@@ -349,7 +346,6 @@ class Fit(ExitStack):
             runner.level = choice.levels.get(name, RECOMPUTE)
             runner.fits_beside = both <= self.memory
         self._room = int((self.memory - both) / (1 + self._gaps))
-        self._was_whole = not world().uses_fsdp(self._model)
         if self._offload is not None:
             self._offload.hold(choice.host)
         kept = sum(a.saved for a in self._activities[RECOMPUTE] if a.name in self._runners)
@@ -360,14 +356,8 @@ class Fit(ExitStack):
         """Choose layers that FSDP2 gathers once for forward and backward, from the last one."""
         layers = [r.layer for r in self._runners.values() if world().is_gathered_twice(r.layer)]
         sizes = [*map(world().gathered_nbytes, layers)]
-        room = self._room
-        if self._was_whole:  # Half of it or more was freed since; one and two on their way were not
-            room += sum(sizes) // 2 - 3 * max(sizes, default=0)
-
-        def missing() -> list[int]:
-            return [sum(total > room for total in accumulate(reversed(sizes)))]
-
-        (others,) = self._agreed(missing)
+        # Alike on all ranks. What a model that is sharded later frees holds what is on its way
+        others = sum(total > self._room for total in accumulate(reversed(sizes)))
         self._gathered = layers[others:]
         self.peak += sum(sizes[others:])
         self._needs += int(sum(sizes[others:]) * (1 + self._gaps))

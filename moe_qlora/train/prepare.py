@@ -101,9 +101,8 @@ def prepare_training(
             if on_cuda and not bar and world().is_first():
                 sys.stderr.write(f"{_MEASURES}.\n")
             sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
-            sizes |= {"loss": loss} if loss is not None else {}
             with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
-                prepared.fit = fit_memory(model, **sizes)
+                prepared.fit = fit_memory(model, loss=loss, **sizes)
             undo.callback(prepared.fit.remove)
             if not prepared.fit.graphs_fit:
                 prepared.graphs = None
@@ -115,7 +114,10 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        if not _is_sharded(model):  # Engines put other parameters in the place of these
+        from transformers.integrations.fsdp import is_fsdp_enabled
+
+        # FSDP2, here or by accelerate's settings, puts other parameters in the place of these
+        if not (world().uses_fsdp(model) or (runs_distributed() and is_fsdp_enabled())):
             undo.callback(quicken_walks(model))
         prepared.push(undo.pop_all())
     _log.info("%s", prepared)
@@ -190,10 +192,3 @@ def _obstacle(layers: list[Any]) -> str | None:
     if any("forward" in vars(layer) and runner_of(layer) is None for layer in layers):
         return "other code has replaced the layers' forward, as a device map or offloading does"
     return None
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded the weights, or will by accelerate's settings."""
-    from transformers.integrations.fsdp import is_fsdp_enabled
-
-    return world().uses_fsdp(model) or (runs_distributed() and is_fsdp_enabled())

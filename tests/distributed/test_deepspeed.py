@@ -32,10 +32,7 @@ SIZES = {
     "vocab_size": 256,
 }  # fmt: skip
 # ZeRO-3 keeps parameters below this size whole, by default nearly all of a model as small as this.
-ALL = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
+ALL = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
 ZERO = {"zero2": {"stage": 2}, "zero3": {"stage": 3, **ALL}}
 CASES = {  # settings, steps, and whether checkpointing is reentrant; the rest is ZeRO's
     "zero2": ZERO["zero2"],

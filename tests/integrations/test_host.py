@@ -184,10 +184,7 @@ REFUSED_FILES = [
     ("moe_qlora: {lora_experts: [up, sideways]}", "moe_qlora.lora_experts is ['up', 'sideways']: "),
     ("moe_qlora: {prepare_training: 40}", "moe_qlora.prepare_training is 40: Input should be a v"),
     ("moe_qlora: [pack_experts]", "moe_qlora: Input should be a valid dictionary"),
-    (
-        "moe_qlora: {pack_experts: false, lora_router: true}",
-        "moe_qlora: Value error, pack_expert",
-    ),
+    ("moe_qlora: {pack_experts: false, lora_router: true}", "moe_qlora: Value error, pack_expert"),
     *((f"{k}: {COLLIDING.get(k, 'true')}", f"{k} is set beside") for k in settings._REFUSED),
 ]
 

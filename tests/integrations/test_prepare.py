@@ -44,9 +44,10 @@ def events(monkeypatch):
     """What was called, with a stand-in of `fit_memory`."""
     happened = []
 
-    def fit_memory(model, **sizes):
-        loss = "Liger's" if is_ligers(model.get_base_model()) else "stock"
-        happened.append(f"fit of {sizes} with {loss} loss")
+    def fit_memory(model, *, loss, **sizes):
+        sizes |= {"loss": loss} if loss else {}
+        own = "Liger's" if is_ligers(model.get_base_model()) else "stock"
+        happened.append(f"fit of {sizes} with {own} loss")
         made = MagicMock(remove=lambda: happened.append("fit removed"))
         made.__str__.return_value = "2 of 2 layers keep their activations"
         return made

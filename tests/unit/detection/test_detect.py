@@ -226,11 +226,7 @@ def facts(model: nn.Module) -> Any:
 # A router of several layers with a choice of no expert; matrices of equal sides, either way round.
 @pytest.mark.parametrize(
     ("model_type", "sizes"),
-    [
-        ("zaya", {}),
-        ("gpt_oss", {"hidden_size": 64, "intermediate_size": 64}),
-        ("dbrx", {}),
-    ],
+    [("zaya", {}), ("gpt_oss", {"hidden_size": 64, "intermediate_size": 64}), ("dbrx", {})],
 )
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")

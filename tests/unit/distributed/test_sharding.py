@@ -207,7 +207,7 @@ def older_torch(monkeypatch):
         self.orig_dtype, self.reduce_dtype = self.sharded_param.dtype, None
         self.param_dtype = policy.param_dtype  # integers' too
 
-    monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
     monkeypatch.setattr(fsdp_param, "nn", SimpleNamespace(**{**vars(nn), "Parameter": Parameter}))
     monkeypatch.setattr(fsdp_param.FSDPParam, "init_dtype_attrs", init_dtype_attrs)
 

@@ -29,14 +29,7 @@ from moe_qlora.train import offload as host_memory
 from moe_qlora.train.offload import _Hosted
 from tests.helpers import training
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import (
-    adapted,
-    fitted,
-    hosted_tensors,
-    token_ids,
-    train,
-    with_lora,
-)
+from tests.helpers.fitting import adapted, fitted, hosted_tensors, token_ids, train, with_lora
 from tests.helpers.folders import bits
 from tests.helpers.small_models import fill
 from tests.helpers.training import (
@@ -314,8 +307,7 @@ def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
 
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize(
-    ("count", "checkpointing", "level"),
-    [(3, True, None), (4, False, levels.KEEP)],
+    ("count", "checkpointing", "level"), [(3, True, None), (4, False, levels.KEEP)]
 )
 def test_replays_train_as_the_resident_model(count, checkpointing, level, devices):
     if checkpointing and TRANSFORMERS < (5, 23):
