@@ -80,13 +80,7 @@ def train(model: Any, ids: Tensor, steps: int = 3) -> training.Run:
     return training.train(model, [ids] * steps, after_backward=keep), last
 
 
-def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
-    return model(**batch).loss
-
-
-def measured_peak(
-    model: Any, ids: Tensor, steps: int = 2, loss_of: Callable[..., Tensor] = own_loss, **batch: Any
-) -> int:
+def measured_peak(model: Any, ids: Tensor, loss_of: Callable[..., Tensor] | None = None) -> int:
     """The most bytes of tensors at once in steps of AdamW, weights and states included.
 
     Experts in host memory are not.
@@ -97,8 +91,9 @@ def measured_peak(
     statistics = [tensor for part in packed_parts(base) for tensor in part.weight.statistics]
     live = _Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
     with live:
-        for _ in range(steps):
-            loss = loss_of(model, {"input_ids": ids, "labels": ids, **batch})
+        for _ in range(2):
+            batch = {"input_ids": ids, "labels": ids}
+            loss = model(**batch).loss if loss_of is None else loss_of(model, batch)
             loss.backward()
             del loss
             optimizer.step()

@@ -228,10 +228,6 @@ def compressed(form: str, weights: dict[str, Any], ignore: Sequence[str] = ()) -
     }
 
 
-def _fp4_or_fp8(key: str) -> Callable[[Tensor], Encoded]:
-    return encode_fp4 if ".experts." in key else partial(encode_fp8, block=(16, 24), e8m0=True)
-
-
 _NVFP4 = {"num_bits": 4, "type": "float", "group_size": 16}
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _WIDE = {"moe_intermediate_size": 96}
@@ -266,7 +262,9 @@ CASES = {
     ),
     "deepseek_v4 fp4": Maker(  # the rest is FP8, with exponents under names of its own
         {**fp8((16, 24)).config, "scale_fmt": "ue8m0"},
-        _fp4_or_fp8,
+        lambda key: (
+            encode_fp4 if ".experts." in key else partial(encode_fp8, block=(16, 24), e8m0=True)
+        ),
         r"\.ape$|tid2eid",
         scale="{module}.scale",
         fields={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},

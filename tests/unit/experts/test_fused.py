@@ -84,13 +84,10 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         known = [name for name, _ in self.made]
         if operator.namespace == "moe_qlora" and operator not in known:
-            self.made.append((operator, tree_map_only(torch.Tensor, detached, args)))
+            # Leaves, with a gradient where they can have one
+            leaf = lambda t: t.detach().clone().requires_grad_(t.dtype == torch.float16)  # noqa: E731
+            self.made.append((operator, tree_map_only(torch.Tensor, leaf, args)))
         return operator(*args, **(kwargs or {}))
-
-
-def detached(tensor):
-    """A copy that is a leaf, with a gradient where it can have one."""
-    return tensor.detach().clone().requires_grad_(tensor.dtype == torch.float16)
 
 
 @pytest.mark.parametrize("needed", [False, True], ids=["left out", "saved later"])
