@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training import packed
 
 import moe_qlora
-from moe_qlora.testing import tiny_inputs
+from moe_qlora.testing import tiny_inputs, tiny_model
 
 # Per expert and fused on disk, transposed, biased, shared experts, two banks, 2-D, no gate, experts
 # in attention, a router of several layers, an own forward.
@@ -75,8 +75,11 @@ def test_lora_on_every_projection_on_one_and_on_attention(base: Any) -> None:
 
 
 def unpacked(base: Any) -> Any:
-    """A plain model of the same weights, on the loop over experts: what stock PEFT adapts."""
-    return decoded(copy.deepcopy(base).dequantize())
+    """The same weights, decoded, in a model that was never packed: what stock PEFT adapts."""
+    model, twin = tiny_model(base.config.model_type, seed=1), decoded(base)
+    for param in moe_qlora.detect(base):
+        model.get_parameter(param.name).data.copy_(twin.get_parameter(param.name))
+    return decoded(model)  # on the loop over experts
 
 
 @torch.no_grad()
