@@ -89,7 +89,7 @@ def measured_peak(model: Any, ids: Tensor, loss_of: Callable[..., Tensor] | None
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     statistics = [tensor for part in packed_parts(base) for tensor in part.weight.statistics]
-    live = _Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
+    live = Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
     with live:
         for _ in range(2):
             batch = {"input_ids": ids, "labels": ids}
@@ -107,7 +107,7 @@ def hosted_tensors(model: Any) -> list[Tensor]:
     return [tensor for each in lists for tensor in held_tensors(each)]
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of storages from their making until they die, but those of `elsewhere`."""
 
     def __init__(self, known: Iterable[Tensor], elsewhere: Iterable[Tensor] = ()) -> None:
@@ -120,7 +120,7 @@ class _Live(TorchDispatchMode):
     def add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
+        if key not in self.seen and not tensor.is_meta:
             self.seen.add(key)
             self.live += size
             self.peak = max(self.peak, self.live)

@@ -1,6 +1,7 @@
 """A whole layer of packed experts on the kernels, in fp32, beside plain products."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -10,14 +11,26 @@ from moe_qlora.kernels.gate_kernels import Gate
 from moe_qlora.kernels.moe_layer import Layer, Lora
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
-from tests.helpers.mxfp4 import mxfp4_weight
+from tests.helpers.mxfp4 import keep, random_mxfp4
 
 
 def stack_of(shape, kind, double, dtype=torch.float32, size=0.2):
     if kind == "mxfp4":
-        return mxfp4_weight(*shape, dtype=dtype)
+        return keep(*random_mxfp4(*shape), transposed=False, dtype=dtype)
     storage = torch.int8 if kind == "int8" else torch.uint8
     return codec.pack(torch.randn(shape).to(dtype) * size, CodecSettings(kind, double, storage))
+
+
+def tiled(offsets, count, tile, order=None, top_k=1):
+    """`count` sorted rows in tiles, as of a `Routing`; an expert's lie between its `offsets`."""
+    ends = offsets.tolist()
+    experts = len(ends) - 1
+    table = [[e, first] for e in range(experts) for first in range(ends[e], ends[e + 1], tile)]
+    tiles = torch.tensor([*table, [-1, 0]], dtype=torch.int32, device=offsets.device).flatten()
+    return SimpleNamespace(
+        expert_offsets=offsets, experts=experts, count=count, order=order, top_k=top_k,
+        tiles=tiles, table=lambda tile: tiles,
+    )  # fmt: skip
 
 
 SILU = Gate("silu")

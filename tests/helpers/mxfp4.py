@@ -31,18 +31,10 @@ def slow_decode(blocks: Tensor, scales: Tensor) -> Tensor:
     return (value * 2.0 ** (scales.double()[..., None] - 127)).flatten(-2).float()
 
 
-def mxfp4_weight(
-    *stored_shape: int, seed: int = 0, transposed: bool = False, dtype: torch.dtype = torch.float32
-) -> PackedWeight:
-    """Return a packed weight of random codes; where `transposed`, its decoded matrices are."""
-    blocks, scales = random_mxfp4(*stored_shape, seed=seed)
-    return keep(blocks, scales, transposed=transposed, dtype=dtype)
-
-
 def keep(
     blocks: Tensor, scales: Tensor, *, transposed: bool, dtype: torch.dtype = torch.float32
 ) -> PackedWeight:
-    """Return the packed weight of blocks and scales."""
+    """Return the packed weight; where `transposed`, its decoded matrices are."""
     *lead, rows, cols = *scales.shape[:-1], scales.shape[-1] * 32
     shape = (*lead, cols, rows) if transposed else (*lead, rows, cols)
     settings = CodecSettings("mxfp4", stored_transposed=transposed)

@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import state_dict
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
 from moe_qlora.packing import parametrize
@@ -35,6 +36,10 @@ def loaded(folder: Any, settings: Any = NF4, kind: Any = AutoModelForCausalLM, *
         more["quantization_config"] = made
     with moe_qlora.enabled():
         return kind.from_pretrained(folder, **{"dtype": torch.float32, **more})
+
+
+def is_enabled() -> bool:
+    return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
 
 
 def packed(model_type: str = "qwen3_moe", settings: Any = NF4, **sizes: Any) -> Any:

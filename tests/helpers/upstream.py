@@ -9,9 +9,6 @@ from moe_qlora.versions import release_of
 
 TRANSFORMERS = release_of(transformers.__version__)[:2]
 RENAMED = ("jamba", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker")
-SKIPPED_MODULES = pytest.mark.skipif(
-    TRANSFORMERS < (5, 21), reason="transformers 5.20 takes `layer.1` for layer.11 as well"
-)
 ADAPTER_METHODS = pytest.mark.skipif(
     release_of(peft.__version__) < release_of(MIN_PEFT_VERSION),
     reason=f"transformers' add_adapter, set_adapter and others ask for peft {MIN_PEFT_VERSION}",

@@ -39,6 +39,15 @@ def trainable_linears():
 
 
 @pytest.fixture
+def left_off():
+    """Packing while models are loaded is off after the test."""
+    from tests.helpers.training import is_enabled
+
+    yield
+    assert not is_enabled()
+
+
+@pytest.fixture
 def quiet_loading():
     """No progress bars of transformers, whose state is put back."""
     import transformers

@@ -16,7 +16,6 @@ from peft.tuners.lora import LoraLayer
 from small_models import fill
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
@@ -26,20 +25,11 @@ from moe_qlora.planning.plan import plan_settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 from moe_qlora.train.flat_rows import has_flat_rows
 from tests.helpers import training
-from tests.helpers.training import packed_names
+from tests.helpers.training import is_enabled, packed_names
 
+pytestmark = pytest.mark.usefixtures("left_off")
 NF4 = BitsAndBytesConfig(**training.NF4, bnb_4bit_compute_dtype=torch.float32)
 QLORA = {"adapter": "qlora", "load_in_4bit": True}
-
-
-def is_enabled():
-    return AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"].__name__.startswith("Packing")
-
-
-@pytest.fixture(autouse=True)
-def _off():
-    yield
-    assert not is_enabled()
 
 
 def load(folder, config=NF4):

@@ -5,13 +5,13 @@ from unittest import mock
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from packed_types import MATRIX
 from torch import nn
 
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codec import pack, unpack, unpack_range
 from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.packing.settings import CodecSettings, why_not
+from tests.unit.packing.test_codec import MATRIX
 
 pytestmark = pytest.mark.gpu
 

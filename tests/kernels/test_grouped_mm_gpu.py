@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 from moe_qlora.kernels import cards, grouped_mm, moe_layer, table, workspace
 from moe_qlora.kernels.gate_kernels import Gate
 from moe_qlora.kernels.routing import route
-from tests.helpers.fused_layer import stack_of
-from tests.helpers.tiles import tiled
+from tests.helpers.fused_layer import stack_of, tiled
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from fused_layer import stack_of
+from fused_layer import stack_of, tiled
 
 from moe_qlora.kernels import (
     cards,
@@ -17,7 +17,6 @@ from moe_qlora.kernels import (
 from moe_qlora.kernels.factors import Factors
 from moe_qlora.kernels.routing import route
 from moe_qlora.kernels.table import Matmul
-from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 

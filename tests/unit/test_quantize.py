@@ -81,12 +81,13 @@ EVERY = pytest.mark.parametrize(("config", "settings"), CONFIGS.values(), ids=CO
 
 
 @EVERY
-def test_packs_every_stack(config: BitsAndBytesConfig, settings: CodecSettings) -> None:
-    model = tiny()
+def test_packs_every_stack_and_the_model_says_what_a_bitsandbytes_model_says(config, settings):
+    model, buffers = tiny(), sum(buffer.nbytes for buffer in tiny().buffers())
     expected, asked = packed_by_hand(model, settings), config.to_dict()
     sizes = [weight.nbytes for weight in stacks(model).values()]
+    count, footprint = model.num_parameters(), model.get_memory_footprint()
     report = quantize_experts(model, config)
-    assert config.to_dict() == asked
+    assert config.to_dict() == asked == model.config.quantization_config.to_dict()
     assert_stacks(model, expected)
     assert [(row.name, row.status) for row in report.rows] == [(n, "quantized") for n in NAMES]
     assert [row.bytes_before for row in report.rows] == sizes
@@ -95,6 +96,16 @@ def test_packs_every_stack(config: BitsAndBytesConfig, settings: CodecSettings) 
     assert held == [packed_nbytes(weight.shape, settings) for weight in expected.values()]
     assert "4 expert parameters quantized" in str(report)
     assert model.config.quantization_config is not config
+    assert model.is_loaded_in_8bit == (settings.kind == "int8") != model.is_loaded_in_4bit
+    assert model.is_quantized and model.hf_quantizer.is_trainable
+    assert model.quantization_method == "bitsandbytes"
+    assert model.num_parameters() == count
+    left = footprint - report.bytes_before + report.bytes_after
+    assert model.get_memory_footprint() == left
+    assert model.get_memory_footprint(return_buffers=False) == left - buffers
+    for cast in (model.half, model.float, lambda: model.to(torch.float16)):
+        with pytest.raises(ValueError, match=r"not supported|cannot cast"):
+            cast()
 
 
 def test_none_means_the_models_own_config_and_a_second_call_changes_nothing() -> None:
@@ -130,24 +141,6 @@ def test_each_stack_is_released_as_soon_as_it_is_packed() -> None:
     finally:
         gc.enable()
     assert seen == [*((i, 4, name) for i, name in enumerate(NAMES)), (4, 4, "")]
-
-
-@EVERY
-def test_the_model_says_what_a_bitsandbytes_model_says(config: Any, settings: Any) -> None:
-    model, buffers = tiny(), sum(buffer.nbytes for buffer in tiny().buffers())
-    count, footprint = model.num_parameters(), model.get_memory_footprint()
-    report = quantize_experts(model, config)
-    assert model.is_loaded_in_8bit == (settings.kind == "int8") != model.is_loaded_in_4bit
-    assert model.is_quantized and model.hf_quantizer.is_trainable
-    assert model.quantization_method == "bitsandbytes"
-    assert model.config.quantization_config.to_dict() == config.to_dict()
-    assert model.num_parameters() == count
-    left = footprint - report.bytes_before + report.bytes_after
-    assert model.get_memory_footprint() == left
-    assert model.get_memory_footprint(return_buffers=False) == left - buffers
-    for cast in (model.half, model.float, lambda: model.to(torch.float16)):
-        with pytest.raises(ValueError, match=r"not supported|cannot cast"):
-            cast()
 
 
 @EVERY
@@ -211,10 +204,6 @@ def packed_model(**config: Any) -> Any:
     return model
 
 
-def of_gptq(model: Any) -> None:
-    model.quantization_method = "gptq"
-
-
 def of_other_code(model: Any) -> None:
     experts = model.get_submodule("model.layers.0.mlp.experts")
     replace_parameter_4bit(experts, "down_proj", quant_type="fp4")
@@ -228,10 +217,6 @@ def converted(model: Any) -> None:
 
 class Sharded(torch.Tensor):
     """As DTensor, a class of its own."""
-
-
-def zero3(weight: nn.Parameter) -> None:
-    weight.ds_id = 3  # type: ignore[attr-defined]
 
 
 def holding(value: float) -> Callable[[nn.Parameter], None]:
@@ -265,12 +250,15 @@ REFUSED: list[tuple[Any, Any, Any, str]] = [
     ),
     (packed_model, nf4(bnb_4bit_use_double_quant=False), ConfigError, "asks for nf4:"),
     (packed_model, nf4(**STORED), ConfigError, "stored as bfloat16"),
-    (spoiled(of_gptq, ""), nf4(), ConfigError, "'gptq'"),
+    (
+        spoiled(lambda model: setattr(model, "quantization_method", "gptq"), ""), nf4(),
+        ConfigError, "'gptq'",
+    ),
     (spoiled(of_other_code, ""), nf4(), ConfigError, f"{NAMES[1]} is packed as fp4 by other code"),
     (spoiled(converted, ""), nf4(), QuantizationError, r"converted model\.layers\.0\.self_attn"),
     *((spoiled(change), nf4(), error, rf"{NAMES[3]}.*{words}") for change, error, words in [
         (lambda w: nn.Parameter(w.to("meta")), ODD, "meta device"),
-        (zero3, ODD, "ZeRO-3"),
+        (lambda w: setattr(w, "ds_id", 3), ODD, "ZeRO-3"),
         (lambda w: nn.Parameter(w.detach().as_subclass(Sharded), False), ODD, "is a Sharded"),
         (lambda w: nn.Parameter(w.double()), ODD, "float64"),
         (holding(torch.nan), NonFiniteWeightError, rf"nan{AT}"),

@@ -198,22 +198,3 @@ def test_trained_rows_and_adapters_leave_the_weights_of_a_fingerprint():
     config = LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3, 7])
     found = fingerprint(peft.get_peft_model(model, config).get_base_model()).bits
     assert len(before) > 1 and found == before
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_rows_of_a_tied_head_are_saved_and_loaded(tmp_path):
-    rows = {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [3, 7]}}
-    saved, other = (
-        moe_qlora.get_peft_model(
-            packed(tie_word_embeddings=True), LoraConfig(r=2, **rows), experts=True
-        )
-        for _ in range(2)
-    )
-    for parameter in filter(lambda one: one.requires_grad, saved.parameters()):
-        parameter.data += torch.randn(parameter.shape)
-    saved.save_pretrained(tmp_path, save_embedding_layers=True)
-    other.load_adapter(str(tmp_path), "default")
-    for (name, one), (_, two) in zip(
-        saved.named_parameters(), other.named_parameters(), strict=True
-    ):
-        assert torch.equal(one, two), name

@@ -353,7 +353,8 @@ def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
 # Merged folders that load
 
 ROWS, ADDED = 128, 7
-# whether the base is tied, tokens more, what is trained: after any of it nothing is tied
+SAME = {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [3, 7]}}
+# whether the base is tied, tokens more, what is trained: tied after it are the SAME rows alone
 TRAINED: list[tuple[bool, int, dict[str, Any]]] = [
     (False, ADDED, {"modules_to_save": ["embed_tokens"]}),
     (True, 0, {"modules_to_save": ["lm_head"]}),
@@ -361,6 +362,7 @@ TRAINED: list[tuple[bool, int, dict[str, Any]]] = [
     (False, 0, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
     (False, ADDED, {"trainable_token_indices": [3, 7]}),
     (True, ADDED, {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [3, 9]}}),
+    (True, ADDED, SAME),
 ]
 
 
@@ -406,7 +408,7 @@ def test_added_tokens(tied: bool, added: int, trained: dict[str, Any], tmp_path:
     model = merged(tmp_path)
     torch.testing.assert_close(out(model, added), expected, atol=1e-5, rtol=0)
     assert model.config.vocab_size == ROWS + added
-    assert not model.config.tie_word_embeddings
+    assert model.config.tie_word_embeddings is (trained is SAME)
 
 
 def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:

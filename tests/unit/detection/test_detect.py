@@ -179,14 +179,6 @@ def test_traps_are_left_alone(name):
         assert all(reason in r.reason for r in layout.rejected), layout.rejected
 
 
-def test_tied_weights_are_one_entry_with_aliases():
-    model = module(first=fused(r=router()), second=fused(r=router()))
-    model.second.a, model.second.b = model.first.a, model.first.b
-    layout = moe_qlora.detect(model)
-    assert [p.name for p in layout.experts] == ["first.a", "first.b"]
-    assert [p.aliases for p in layout.experts] == [("second.a",), ("second.b",)]
-
-
 def test_linear_experts_are_reported_as_bitsandbytes_business():
     """And no list of as many layers as some matrix has rows."""
 

@@ -9,9 +9,6 @@ import torch
 from folders import bits
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from training import NF4, loaded, packed_names
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +27,7 @@ from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import Live
 
 STOCK = {name: AUTO_QUANTIZER_MAPPING[name] for name in ("bitsandbytes_4bit", "bitsandbytes_8bit")}
 
@@ -120,27 +118,6 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
 
 
-class Live(TorchDispatchMode):
-    """The most bytes of storages that were alive at a time: read from disk, or made by torch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.alive, self.most = dict[Any, int](), 0
-        read = Checkpoint.read
-        monkeypatch.setattr(Checkpoint, "read", lambda *given: self.count(read(*given).clone()))
-
-    def count(self, tensor: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            self.alive[StorageWeakRef(storage)] = storage.nbytes()
-            self.alive = {one: size for one, size in [*self.alive.items()] if not one.expired()}
-            self.most = max(self.most, sum(self.alive.values()))
-        return tensor
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return tree_map(self.count, func(*args, **kwargs or {}))
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # single experts on disk, and fused
 def test_a_load_needs_few_experts_beside_what_it_makes(family, tmp_path, monkeypatch):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "num_experts": 32}
@@ -151,11 +128,17 @@ def test_a_load_needs_few_experts_beside_what_it_makes(family, tmp_path, monkeyp
     experts = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("_proj"))
     del model
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2**18)
-    live = Live(monkeypatch)
+    live, stock = Live([]), Checkpoint.read
+
+    def read(*given: Any) -> torch.Tensor:
+        live.add(tensor := stock(*given).clone())
+        return tensor
+
+    monkeypatch.setattr(Checkpoint, "read", read)
     with live, moe_qlora.enabled():
         packed_model = load(tmp_path, dtype=torch.bfloat16)
-    resident = sum(live.alive.values())
-    assert experts > 12_000_000 and live.most - resident < 4_000_000, live.most - resident
+    most = live.peak - live.live
+    assert experts > 12_000_000 and most < 4_000_000, most
     assert packed_names(packed_model)
 
 

@@ -44,8 +44,7 @@ from moe_qlora.kernels import (  # noqa: E402
 from moe_qlora.kernels.factors import Factors  # noqa: E402
 from moe_qlora.kernels.row_kernels import multiply_tokens  # noqa: E402
 from moe_qlora.kernels.table import Matmul  # noqa: E402
-from tests.helpers.fused_layer import Case, build, stack_of  # noqa: E402
-from tests.helpers.tiles import tiled  # noqa: E402
+from tests.helpers.fused_layer import Case, build, stack_of, tiled  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 TRITONS = sorted(Path(sys.prefix).glob("triton-3.*"))

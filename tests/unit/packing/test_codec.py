@@ -1,5 +1,6 @@
 """Packing equals bitsandbytes bit for bit, and decoding equals a table look-up in plain torch."""
 
+import itertools
 import math
 from contextlib import AbstractContextManager
 from unittest import mock
@@ -7,7 +8,6 @@ from unittest import mock
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from packed_types import MATRIX
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
@@ -21,6 +21,13 @@ from tests.helpers import training
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 
 INT8 = CodecSettings("int8")
+# The 4-bit types, with and without double quantization, in each storage and weight dtype.
+MATRIX = [
+    *itertools.product(
+        ["nf4", "fp4"], [False, True], [torch.uint8, torch.bfloat16, torch.float32],
+        [torch.float32, torch.bfloat16, torch.float16],
+    )
+]  # fmt: skip
 # Rows of whole blocks, of parts of blocks, of odd length; experts that straddle blocks of 64 and,
 # with double quantization, of 256 blocks; two and four dimensions; one expert.
 SHAPES = [(4, 64, 128), (3, 40, 48), (5, 7, 24), (600, 16, 17), (96, 80), (2, 3, 8, 40), (1, 8, 8)]

@@ -17,8 +17,6 @@ from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
 from tests.helpers.plans import config_of, plan
 
-pytestmark = pytest.mark.usefixtures("steps_run_once")
-
 SEQ = 512
 SIZES = {"targets": "attention,experts", "seq": SEQ}
 ASKED = {**SIZES, "search": False}

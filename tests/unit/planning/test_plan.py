@@ -276,7 +276,6 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
     ("asked", "message"),
     [
         ({"seq": 0}, "seq is 0; give a whole number of 1 or more."),
-        ({"optimizer": "lion"}, "optimizer is 'lion'; give one of adamw, "),
         ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; give one of float32, "),
         ({"targets": ""}, "targets='' names nothing in this model"),
         ({"targets": "attention,banana"}, "names 'banana', which is no target and no module of "),
@@ -285,12 +284,10 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
         ({"targets": "input_layernorm"}, "PEFT cannot put LoRA on 'input_layernorm': "),
         ({"gpus": 0}, "gpus: 0 is no size of a device"),
         ({"gpus": "3060"}, "gpus: 3060 is a number of bytes; write the memory, as in 24GiB."),
-        ({"gpus": "2xH10"}, "nor a card that is known (did you mean H100"),
         ({"gpus": "A100"}, "write A100-80GB or A100-40GB"),
         *(({"gpus": text}, "gpus: ") for text in ("", "2x", "24GX", "-1GiB", "0x24GiB", "2*3*4G")),
         ({"engine": "zero"}, "engine is 'zero' for 0 gpus; give ddp or fsdp for 2 gpus or more"),
         ({"engine": "ddp", "gpus": "1x80GiB"}, "engine is 'ddp' for 1 gpus; give"),
-        ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has one GPU to "),
         ({"ddp": 4, "gpus": "8x80GiB"}, "so give 8, or 4 GPUs."),
         ({"fsdp": 3, "gpus": "8x80GiB"}, "give a number of ranks that divides 8, or 3 GPUs."),
         ({"offload": True, "gpus": "2x1TiB"}, "offload is True, and experts in host memory are"),
@@ -299,6 +296,7 @@ def test_layers_that_do_more_than_call_their_linears_run(family):
     ],
 )
 def test_settings_that_make_no_sense(asked, message):
+    """More errors: cli/golden/errors.txt."""
     with pytest.raises(moe_qlora.ConfigError) as caught:
         plan(small(), **asked)
     assert message in str(caught.value)

@@ -14,8 +14,6 @@ from moe_qlora.versions import installed_version
 from tests.helpers.plans import config_of
 from tests.helpers.plans import plan as plan_of
 
-pytestmark = pytest.mark.usefixtures("steps_run_once")
-
 BOTH = "attention,experts"
 LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128, vocab_size=4096)
 """Its experts, and LoRA on them, are most of what a step takes."""
