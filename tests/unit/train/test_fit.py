@@ -517,9 +517,9 @@ def peak_with_graphs(model: Any) -> int:
 @pytest.mark.gpu
 def test_the_plan_of_one_of_four_ranks_is_what_its_steps_take():
     """With graphs in much memory and in the least, and without them in less."""
-    sizes = {"hidden_size": 2048, "moe_intermediate_size": 1024, "num_experts": 48}
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 48}
     with one_of_ranks(4):
-        model = packed(config={**sizes, "num_hidden_layers": 6, "vocab_size": 8192})
+        model = packed(config={**sizes, "num_hidden_layers": 4, "vocab_size": 8192})
         model, memory = sharded(model, mesh=init_device_mesh("cuda", (4,))), 64 << 30
         for with_graphs in (True, True, False):
             with recorded(model), fitted(model, memory, batch_size=1, seq_len=1024) as fit:
