@@ -517,15 +517,14 @@ def peak_with_graphs(model: Any) -> int:
 @pytest.mark.gpu
 def test_the_plan_of_one_of_four_ranks_is_what_its_steps_take():
     """With graphs in much memory and in the least, and without them in less."""
-    sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 48}
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts": 24}
     with one_of_ranks(4):
         model = packed(config={**sizes, "num_hidden_layers": 4, "vocab_size": 8192})
-        model, memory = sharded(model, mesh=init_device_mesh("cuda", (4,))), 64 << 30
-        for with_graphs in (True, True, False):
-            with recorded(model), fitted(model, memory, batch_size=1, seq_len=1024) as fit:
-                least = fit._needed(fit._activities[levels.RECOMPUTE])
-                memory = least if memory > least else memory - 1
+        model, least = sharded(model, mesh=init_device_mesh("cuda", (4,))), 0
+        for more in (64 << 30, 64 << 30, 1 << 20, -(64 << 20)):  # Libraries allocate in the first
+            with recorded(model), fitted(model, least + more, batch_size=1, seq_len=1024) as fit:
+                least = fit._needed(fit._activities[levels.RECOMPUTE]) if more > 1 << 30 else least
                 fit._room = 0  # No layer stays gathered
-                planned, more = fit._needs / (1 + fit._gaps), (256 << 20) * with_graphs
-                assert fit.graphs_fit == with_graphs
-                assert 0.9 * (planned - more) <= peak_with_graphs(model) <= planned, str(fit)
+                planned, spare = fit._needs / (1 + fit._gaps), (256 << 20) * fit.graphs_fit
+                assert fit.graphs_fit == (more > 0), str(fit)
+                assert 0.9 * (planned - spare) <= peak_with_graphs(model) <= planned, str(fit)
