@@ -124,6 +124,7 @@ class Fit(ExitStack):
             `.experts` ("device" or "host").
         peak: Bytes of tensors in a step, as planned.
         memory: Bytes that they may take.
+        graphs_fit: False if a step fits without graphs alone, which were removed for it.
         gain: How many times as fast a step is as one that computes all layers again, about; of a
             model with experts in host memory, as one that copies all of these, too.
     """
@@ -132,8 +133,7 @@ class Fit(ExitStack):
         self, model: Any, layers: Any, device: torch.device, sizes: tuple[int, int], loss: Any
     ) -> None:
         super().__init__()
-        self.memory, self.peak, self.gain = 0, 0, 1.0
-        self.graphs_fit = True  # False: a step fits without graphs alone, which it removed
+        self.memory, self.peak, self.gain, self.graphs_fit = 0, 0, 1.0, True
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._device, self._loss = model, device, loss
         self._sizes = sizes  # Sequences, and tokens in each

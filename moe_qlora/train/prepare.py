@@ -53,10 +53,10 @@ def prepare_training(
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
 
-    On CUDA this sets Liger's loss, compiles the decoder layers, records them as CUDA graphs and
-    keeps as many activations as fit; a part that is left
-    out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given. Losses and
-    gradients stay the same up to rounding.
+    On CUDA this sets Liger's loss, compiles the decoder layers, records them as CUDA graphs if
+    these fit, and keeps as many activations as fit; a part that is left out is a sentence in the
+    result. On a CPU it calls `fit_memory` if `memory` is given. Losses and gradients stay the same
+    up to rounding.
 
     Call it after `get_peft_model`, before the training loop, before or after a trainer is made. A
     second call replaces the first.
