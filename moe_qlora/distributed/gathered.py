@@ -123,13 +123,13 @@ def _group_of(layer: nn.Module) -> Any:
 def fix_gather(layer: nn.Module, buffer: Buffer) -> FixedGather | None:
     """Fix the addresses of a layer that is gathered now; None if FSDP2 gathers it with others."""
     group = _group_of(layer)
-    alone = group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1
-    return None if alone else FixedGather(group, buffer)
+    is_whole = group is None or group.fsdp_params[0].sharded_param.device_mesh.size(-1) == 1
+    return None if is_whole else FixedGather(group, buffer)
 
 
 def gathered_nbytes(module: nn.Module) -> int:
     """Return the bytes that FSDP2 gathers for a module by itself, 0 if it does not."""
-    return sum(w.nbytes for w in module.parameters()) if isinstance(module, FSDPModule) else 0
+    return sum(p.sharded_param.nbytes for p in getattr(_group_of(module), "fsdp_params", ()))
 
 
 def is_gathered_twice(layer: nn.Module) -> bool:

@@ -187,7 +187,7 @@ def record_step(
 
     def follow_gather(name: str, module: nn.Module, args: Any) -> None:
         if whole[name] and name == next(reversed(read)):
-            # The buffer that it came from is counted as the first layer's, and lives on
+            # FSDP2 holds a gather's buffer until the next gather: the first layer alone adds one
             peak, start = tracker.mark(), tracker.live - whole[name]
             read[name] |= {"start": start, "gathered": max(peak - start, whole[name])}
 
@@ -223,13 +223,13 @@ def record_step(
         end_section()
     # What the model makes before its first block, such as a cache, counts there.
     next(iter(read.values()))["start"] = start
-    return tuple(_activities(step, read, whole))
+    return _activities(step, read, whole)
 
 
 def _activities(
     step: StepModel, read: dict[str, dict[str, int]], whole: Mapping[str, int]
-) -> Iterator[Activity]:
-    """Yield what blocks do by what was read of them, in running order."""
+) -> tuple[Activity, ...]:
+    """Return what blocks do by what was read of them, in running order."""
     trained = {block.name: step.itemsize * sum(block.trained) for block in step.blocks}
     stands_for = {name: group[-1] for group in step.groups for name in group[1:-1]}
     found: dict[str, Activity] = {}
@@ -238,12 +238,11 @@ def _activities(
         # Less than none is saved where what the blocks before it share is freed, such as masks.
         start, saved, end = block["start"], end - block["start"], block["start"]
         if name not in stands_for:
-            peaks = block["forward"], block["backward"] - later
-            forward, backward = (max(peak - start - whole[name], 0) for peak in peaks)
+            forward = max(block["forward"] - start - whole[name], 0)
+            backward = max(block["backward"] - later - start - whole[name], 0)
             found[name] = Activity(name, saved, forward, backward, block["gathered"])
             later += trained.get(name, 0)
-    for name in read:
-        yield replace(found[stands_for.get(name, name)], name=name)
+    return tuple(replace(found[stands_for.get(name, name)], name=name) for name in read)
 
 
 def _backward(step: StepModel, loss: Tensor, anchor: Tensor) -> None:

@@ -124,7 +124,7 @@ class Fit(ExitStack):
             `.experts` ("device" or "host").
         peak: Bytes of tensors in a step, as planned.
         memory: Bytes that they may take.
-        graphs_fit: False if a step fits without graphs alone, which were removed for it.
+        graphs_fit: False if a step fits only without CUDA graphs, which were removed for it.
         gain: How many times as fast a step is as one that computes all layers again, about; of a
             model with experts in host memory, as one that copies all of these, too.
     """
@@ -184,9 +184,9 @@ class Fit(ExitStack):
     def _choose(self, memory: int | str | None) -> None:
         (batch, seq), device, cuda = self._sizes, self._device, self._device.type == "cuda"
         pace = _pace(device) if self._offload is not None else Pace()
-        own = -int(pace.link), -int(pace.rate), round(100 * _gaps()) if cuda else 0
-        *found, least = self._agreed(lambda: [*own, -_limit_of(memory, device)])
-        self.memory, self._gaps = -least, found[2] / 100
+        paces, gaps = (-int(pace.link), -int(pace.rate)), round(100 * _gaps()) if cuda else 0
+        link, rate, least, gaps = self._agreed(lambda: [*paces, -_limit_of(memory, device), gaps])
+        self.memory, self._gaps = -least, gaps / 100
         limit = tensors_limit(self.memory, self._gaps)
         self._step = step = StepModel(self._model)
         ran = {activity.name for activity in self._measure(RECOMPUTE)}
@@ -197,11 +197,12 @@ class Fit(ExitStack):
                 f"fit_memory: no decoder layer of {type(step.base).__name__} runs in a step of "
                 "text, which is what is measured."
             )
-        pace = Pace(-float(found[0]), -float(found[1]))
+        pace = Pace(-float(link), -float(rate))
         choices = Choices(active, seq, self._expert_layers, self._hosted, pace)
         freed = choices.freed(choices.most)
         (self._resident,) = self._agreed(lambda: [_resident(step, device, freed)])
         self._choices = choices
+        self._gathers = {world().gathered_nbytes(each.layer) for each in self._runners.values()}
         # Where all can be kept, no part need be measured, which torch.compile takes long for.
         lacks = lambda each: self._tensors(each) - limit  # noqa: E731
         choice = choices.best(self._measure, lacks)
@@ -302,15 +303,13 @@ class Fit(ExitStack):
         peak = self._resident + planned.nbytes
         if self._is_recorded and self._device.type == "cuda":
             # Layers have a memory pool of their own. What they keep and work with is not shared
-            # with what the loss works with, nor with gradients, which come as activations go, and
-            # with one layer that runs to be recorded. FSDP2 gathers into memory that stays, and
-            # into a buffer before.
-            gathers = {world().gathered_nbytes(each.layer) for each in self._runners.values()}
+            # with the loss, nor with gradients, which come as activations go, nor with one layer
+            # that runs to be recorded. FSDP2 gathers into a buffer, and copies from there.
             work = self._work(activities, of_layers=True)
-            once = planned.parts["adapters"] + work + max(gathers)
+            once = planned.parts["adapters"] + work + max(self._gathers)
             once = max(once, self._work(activities, of_layers=False))
-            always = self._resident + sum(planned.parts[name] for name in FIXED) + sum(gathers)
-            kept = sum(a.saved for a in activities) + work
+            always = self._resident + sum(planned.parts[name] for name in FIXED)
+            kept = sum(self._gathers) + sum(a.saved for a in activities) + work
             peak = max(peak, always + kept + _OF_GRAPHS + once)
         return peak
 
@@ -325,8 +324,10 @@ class Fit(ExitStack):
 
     def _pool(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that layers keep and work with."""
-        kept = sum(a.saved for a in activities if a.name in self._runners)
-        return kept + self._work(activities, of_layers=True)
+        return self._saved(activities) + self._work(activities, of_layers=True)
+
+    def _saved(self, activities: tuple[Activity, ...]) -> int:
+        return sum(a.saved for a in activities if a.name in self._runners)
 
     def _work(self, activities: tuple[Activity, ...], *, of_layers: bool) -> int:
         """Return the most bytes that one block works with, of decoder layers or of the others."""
@@ -348,9 +349,8 @@ class Fit(ExitStack):
         self._room = int((self.memory - both) / (1 + self._gaps))
         if self._offload is not None:
             self._offload.hold(choice.host)
-        kept = sum(a.saved for a in self._activities[RECOMPUTE] if a.name in self._runners)
         room = 1 + (self.memory - self._needs) / pool
-        limit_lengths(self._model, RowMemory(room, kept / pool))
+        limit_lengths(self._model, RowMemory(room, self._saved(self._activities[RECOMPUTE]) / pool))
 
     def _keep_gathered(self) -> None:
         """Choose layers that FSDP2 gathers once for forward and backward, from the last one."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.integrations.fsdp import is_fsdp_enabled
 
 from ..errors import ConfigError, check_numbers
 from ..experts.backend import has_triton
@@ -114,8 +115,6 @@ def prepare_training(
             prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
-        from transformers.integrations.fsdp import is_fsdp_enabled
-
         # FSDP2, here or by accelerate's settings, puts other parameters in the place of these
         if not (world().uses_fsdp(model) or (runs_distributed() and is_fsdp_enabled())):
             undo.callback(quicken_walks(model))

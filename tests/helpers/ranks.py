@@ -10,6 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.errors import MoeQloraError
@@ -41,12 +42,7 @@ def sharded(model: Any, **options: Any) -> Any:
 
 @contextmanager
 def one_of_ranks(count: int) -> Iterator[None]:
-    """Let this process be the first of some ranks whose shares are all like its own.
-
-    What it gathers and allocates is what it would be with the others.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    """Let this process be the first of some ranks: it gathers its own shares as theirs."""
     distributed.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
         yield

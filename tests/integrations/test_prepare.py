@@ -48,7 +48,8 @@ def events(monkeypatch):
         sizes |= {"loss": loss} if loss else {}
         own = "Liger's" if is_ligers(model.get_base_model()) else "stock"
         happened.append(f"fit of {sizes} with {own} loss")
-        made = MagicMock(remove=lambda: happened.append("fit removed"))
+        remove = lambda: happened.append("fit removed")  # noqa: E731
+        made = MagicMock(remove=remove, graphs_fit=sizes["memory"] != "1KiB")
         made.__str__.return_value = "2 of 2 layers keep their activations"
         return made
 
@@ -117,6 +118,9 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda):
     assert cuda[2:] == ["fit removed", "graphs removed"] and state(model) == before
     prepared.remove()
     assert len(cuda) == 4
+    with moe_qlora.prepare_training(model, **SIZES, memory="1KiB") as prepared:
+        assert prepared.graphs is None and "CUDA graphs: not used; a step with" in str(prepared)
+    assert state(model) == before
 
 
 def test_layers_whose_forward_other_code_has_replaced_stay(cuda):
